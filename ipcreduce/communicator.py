@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +22,13 @@ from .cuda import cupy_runtime
 from .device.launch_cache import Limited
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
+from .logs import INFO, is_logged, log
 from .open_communicator import OpenCommunicator
 from .options import Options, checked_sms, unknown_variables
 from .ranks import groups
 from .texts import described
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
-_log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
     ArgumentError: "closed",
     GraphStateError: "suspended",
@@ -78,8 +77,8 @@ class Communicator:
             self._open = OpenCommunicator(self, ranks, options, started)
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
-            if _log.isEnabledFor(logging.INFO):
-                _log.info("ipcreduce made a communicator: %s", "; ".join(self.describe().splitlines()))
+            if is_logged(INFO):
+                log(INFO, "ipcreduce made a communicator: %s", "; ".join(self.describe().splitlines()))
         process.add(self._open)
 
     # ---- identity

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
+from ..logs import WARNING, log
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
 from ..page.records import ask_twice
 from ..texts import text_in, text_of
 
-_log = logging.getLogger("ipcreduce")
 ONLY_CLOSE = "The communicator can only be closed."
 USE_AGAIN = "The communicator can be used again."
 _GO_ON = (
@@ -30,7 +28,7 @@ def note(page: Page, rank: int, error: BaseException, noted: int) -> int:
     if severity <= noted:
         return noted
     where = "" if isinstance(error, IpcReduceError) else f"rank {rank}: "
-    _log.warning("%s%s: %s [last calls: %s]", where, type(error).__name__, text_of(error), _last_calls(page))
+    log(WARNING, "%s%s: %s [last calls: %s]", where, type(error).__name__, text_of(error), _last_calls(page))
     return severity
 
 

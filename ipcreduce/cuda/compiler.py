@@ -6,7 +6,6 @@ A kernel is compiled when it is first needed, for one world size, rank, dtype, o
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import stat
 import struct
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import INSTALL, IpcReduceError, UnsupportedError
+from ..logs import WARNING, log
 from .expressions import Expression
 
-_log = logging.getLogger("ipcreduce")
 _SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell ipcreduce's ``kernels`` from another project's
 
 
@@ -111,7 +110,7 @@ class _Cache:
             return None
         kernel = bytes(entry[_SEAL.size :])
         if entry[: _SEAL.size] != _sealing(kernel):
-            _log.warning("an entry of the kernel cache is damaged. Its kernel is compiled anew, and the entry replaced")
+            log(WARNING, "an entry of the kernel cache is damaged. Its kernel is compiled anew, and the entry replaced")
             return None
         return kernel
 
@@ -131,7 +130,7 @@ class _Cache:
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         except RuntimeWarning:  # the program makes warnings errors, which would end a call on this rank only
-            _log.warning(text)
+            log(WARNING, text)
 
 
 def _sealing(kernel: bytes) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from ..device.prepared import Prepared, Ready
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach, UnsupportedError
 from ..ipc.backend import IpcBackend
+from ..logs import INFO, log
 from ..page.fingerprint import Fingerprint
 from ..types import Stream
 from .direct.registration import DirectGraphs
@@ -29,7 +29,6 @@ from .pool import CapturedMemory, GraphPool
 from .pools import Pools
 from .recording import RecordedCall, Recording, Resources, Segment
 
-_log = logging.getLogger("ipcreduce")
 _STALE = (
     "this graph can no longer be replayed. A call failed after its recording, and NCCL's communicator, which the graph "
     "uses, was replaced. Record the graph again"
@@ -125,9 +124,9 @@ class GraphSession:
         """
         if not self._said and self.calls.unusable is None:
             self._said = True
-            _log.info(
-                "rank %d: nothing is recorded with backend mpi: a GraphRunner calls its function, capture() only runs "
-                "its block, and Graph.record() raises UnsupportedError", self.calls.rank
+            log(
+                INFO, "rank %d: nothing is recorded with backend mpi: a GraphRunner calls its function, capture() only "
+                "runs its block, and Graph.record() raises UnsupportedError", self.calls.rank
             )  # fmt: skip
 
     # ---- recording

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, field
 from functools import partial
 
+from ..logs import ERROR, INFO, log
 from ..originals import RLock, Thread, current, select
 from ..texts import out_of_descriptors
 from .comparison import BUSY_SECONDS, Comparison
 from .control_page import CLOSED_IT, Page
 from .mirror import Mirror
 
-_log = logging.getLogger("ipcreduce")
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.5  # for a mirror to send, in stop()
@@ -63,7 +62,7 @@ class Watch:
         """Say once who is gone. Where graphs of other libraries are replayed, no call of ours may ever tell."""
         if self.lost is not None and not self._has_logged:
             self._has_logged = True
-            _log.info("rank %d of %d: rank %d is gone: %s", self._page.rank, self._page.n, *self.lost)
+            log(INFO, "rank %d of %d: rank %d is gone: %s", self._page.rank, self._page.n, *self.lost)
 
     def forked(self) -> None:
         """In a child process: let go of what would keep the parent's end from being seen."""
@@ -231,7 +230,7 @@ class _Watchdog:
             except Exception:  # the other watches need this thread, and this one may do better in its next turn
                 if not watch.has_failed:
                     watch.has_failed = True
-                    _log.exception("the watch over the other ranks of a communicator has failed in a turn")
+                    log(ERROR, "the watch over the other ranks of a communicator has failed in a turn", trace=True)
 
 
 def _close(epoll: select.epoll | None, *ends: int) -> None:

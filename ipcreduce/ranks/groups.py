@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import os
@@ -16,12 +15,12 @@ import numpy as np
 
 from .. import clock
 from ..errors import ArgumentError, PeerLostError, UnsupportedError, report
+from ..logs import INFO, log
 from ..originals import Thread
 from ..texts import described, shown, text_of, whole
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
-_log = logging.getLogger("ipcreduce")
 _LOCAL_RANK = "LOCAL_RANK"  # a variable that torchrun sets
 _MEMBER = exchange.struct(exchange.Kind.MEMBER, ("rank", "<u4"), ("size", "<u4"))
 
@@ -93,10 +92,12 @@ class _Alone:
 @cache
 def _alone(missing: str) -> _Alone:
     """The group of this process where there is no MPI, for the reason ``missing``. The first call logs it."""
-    _log.info(
+    log(
+        INFO,
         "MPI cannot be loaded (%s), and no launcher has started this process: it is a group of one rank, in which an "
-        "all-reduce is a copy", missing,
-    )  # fmt: skip
+        "all-reduce is a copy",
+        missing,
+    )
     return _Alone()
 
 

@@ -119,14 +119,16 @@ class Mirror:
     def _news(self, peer: _Peer) -> bytes:
         page, calls = self._page, self._page.calls
         full = peer.sent - peer.acknowledged > _MOST_UNREAD
-        number = calls.number[0]  # before the keys, and the keys before the texts behind them
+        version = page.version  # before the block; the aborts behind it
+        block = page.read_block() if version != peer.version else b""
+        # Behind the block: a rank that sees the round of a call compares calls next. Before the keys, and these before
+        # their texts.
+        number = calls.number[0]
         last = number, calls.own_key(number)
         first, keys = (0, b"") if full or last == peer.last else calls.keys_from(peer.last[0], number)
         texts = calls.restarts, len(calls.agreed)
         begin = peer.texts[1] if peer.texts[0] == texts[0] else 0
         new_texts = b"" if full else calls.own_texts(begin, texts[1])
-        version = page.version  # before the block; the aborts behind it
-        block = page.read_block() if version != peer.version else b""
         raised = page.aborts
         aborts = raised - peer.aborts
         body = keys + new_texts + block

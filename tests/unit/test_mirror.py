@@ -58,6 +58,25 @@ def exchange_all(ranks: Ranks) -> None:
         one.receive()
 
 
+def test_the_call_is_there_before_its_round(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    """Also if the program makes it while a message is put together: a rank that has seen the round compares calls."""
+    first, second = ranks[0]
+    exchange_all(ranks)
+    read_block = first.read_block
+
+    def read_meanwhile() -> bytes:
+        first.calls.enter(1, SUM)
+        first.write_round(1, True, 0, b"")
+        return read_block()
+
+    second.calls.enter(1, MAX)
+    first._tell()
+    monkeypatch.setattr(first, "read_block", read_meanwhile)
+    exchange_all(ranks)
+    assert second.read_round(1)[0] is not None
+    assert second.calls.compare(1, MAX) == 0
+
+
 def test_the_word_is_there_before_the_block_that_may_lead_to_its_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
     """The program reads a meeting in the block, and clears the word of the fault before it: behind it would stay."""
     (first, second), seen = ranks[0], []

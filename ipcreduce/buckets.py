@@ -23,7 +23,7 @@ from .page.fingerprint import Fingerprint
 from .page.records import rows
 from .types import DEFAULT_STREAM
 
-_LONG = 4 << 20  # bytes of a bucket whose all-reduce costs the backward pass less with few blocks
+_LONG = 4 << 20  # bytes of a bucket from which on its all-reduce has a limit of blocks
 _COMPARISON = Fingerprint.of("comparison of the model's process group with the communicator")
 _MEMBER = np.dtype([("rank", "<i8"), ("size", "<i8"), ("processes", "<u4")])
 _REMEDY = (

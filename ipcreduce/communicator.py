@@ -170,9 +170,10 @@ class Communicator:
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
             ``out=array`` is in place. For a list, a list of such arrays, which share no memory with each other.
         :param then: a :class:`Map`: an element-wise expression that each rank applies to its result. Not for lists.
-        :param sms: the most blocks that exchange data, so the most multiprocessors that wait for peers; the same on
-            every rank. None: as many as are fastest alone. For calls of MB beside other kernels: 8, say. Then kernels
-            that copy come before and behind. Host arrays and backend "nccl" check it, and do not use it.
+        :param sms: the most blocks that exchange data, and so the most multiprocessors that wait for other ranks; the
+            same on every rank. 8 suits calls of 1 MB and more beside matrix products. None: as many as are fastest
+            alone. Copies on the GPU before and behind the exchange are not limited. Host arrays and backend "nccl"
+            check the number and do not use it.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.
         :returns: ``out``, or a new C-contiguous array, whatever the layout of ``array``: for a tensor a tensor, from

@@ -30,7 +30,7 @@ Found = tuple[Ready | None, Any, Stream | None]  # a launch, the result of the c
 
 
 class Limited(NamedTuple):
-    """What stands for op in the keys of calls with a limit of blocks. No caller can pass it as op."""
+    """The op of calls with a limit of blocks, in the keys of tables. Its type is ours, so no caller passes it as op."""
 
     op: str
     sms: int

@@ -12,7 +12,7 @@ import logging
 from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
-from .default import allreduce, allreduce_rmsnorm, get_communicator
+from .default import allgather, allreduce, allreduce_rmsnorm, broadcast, get_communicator, reduce_scatter
 from .errors import (
     AddressChangedError,
     ArgumentError,
@@ -54,11 +54,14 @@ __all__ = [  # noqa: RUF022 - as sorted() sorts
     "PeerTimeoutError",
     "RankMismatchError",
     "UnsupportedError",
+    "allgather",
     "allreduce",
     "allreduce_rmsnorm",
+    "broadcast",
     "collect_addresses",
     "eager_break",
     "forward_context",
     "get_communicator",
     "get_forward_context",
+    "reduce_scatter",
 ]

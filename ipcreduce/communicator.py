@@ -26,6 +26,7 @@ from .logs import INFO, is_logged, log
 from .open_communicator import OpenCommunicator
 from .options import Options, checked_sms, unknown_variables
 from .ranks import groups
+from .split_calls import SplitCalls
 from .texts import described
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
@@ -37,7 +38,7 @@ _ENDS = {  # by the error of later calls
 }
 
 
-class Communicator:
+class Communicator(SplitCalls):
     """All-reduce among the ranks of a group. Making one is collective.
 
     :param group: an mpi4py intracommunicator; a ``torch.distributed`` process group; or any :class:`Group`, which has
@@ -388,6 +389,12 @@ class Communicator:
 
 
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
-for _call, _name in (Communicator.allreduce, "all_reduce"), (Communicator.allreduce_rmsnorm, "all_reduce_rmsnorm"):
+for _call, _name in (
+    (Communicator.allreduce, "all_reduce"),
+    (Communicator.allreduce_rmsnorm, "all_reduce_rmsnorm"),
+    (Communicator.allgather, "all_gather"),
+    (Communicator.reduce_scatter, "reduce_scatter"),
+    (Communicator.broadcast, "broadcast_"),
+):
     setattr(_call, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
     setattr(_call, "_torchdynamo_disable_msg", f"use torch.ops.ipcreduce.{_name}")  # noqa: B010

@@ -169,7 +169,7 @@ def allreduce(
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     """
     if not isinstance(comm, Communicator):
-        comm = _chosen(comm, array[0] if isinstance(array, (list, tuple)) and array else array)
+        comm = _chosen(comm, _first(array))
     if then is not None or sms is not None:
         return comm.allreduce(array, op, out=out, then=then, sms=sms, stream=stream)
     return comm.allreduce(array, op, out=out, stream=stream)
@@ -216,6 +216,37 @@ def allreduce_rmsnorm(
     """
     made: tuple[Any, ...] = _chosen(comm, x).allreduce_rmsnorm(x, weight, eps, **further)
     return made
+
+
+def allgather(array: Any, *, comm: Communicator | None = None, **further: Any) -> Any:
+    """Gather every rank's array, a number or a list of arrays: see :meth:`Communicator.allgather`.
+
+    :param comm: None for the default communicator, which the first call makes on the array's GPU.
+    :param further: the other arguments of that method.
+    """
+    return _chosen(comm, _first(array)).allgather(array, **further)
+
+
+def reduce_scatter(array: Any, op: Op = "sum", *, comm: Communicator | None = None, **further: Any) -> Any:
+    """Reduce an array or a list of arrays, and keep this rank's part: see :meth:`Communicator.reduce_scatter`.
+
+    :param comm: None for the default communicator, which the first call makes on the array's GPU.
+    :param further: the other arguments of that method.
+    """
+    return _chosen(comm, _first(array)).reduce_scatter(array, op, **further)
+
+
+def broadcast(array: Any, root: int = 0, *, comm: Communicator | None = None, **further: Any) -> Any:
+    """Give every rank the values of rank ``root``, in place: see :meth:`Communicator.broadcast`.
+
+    :param comm: None for the default communicator, which the first call makes on the array's GPU.
+    :param further: the other arguments of that method.
+    """
+    return _chosen(comm, _first(array)).broadcast(array, root, **further)
+
+
+def _first(array: Any) -> Any:
+    return array[0] if isinstance(array, (list, tuple)) and array else array
 
 
 provide_default(get_communicator)

@@ -50,11 +50,13 @@ class ArgumentError(IpcReduceError, ValueError):
 
 
 @contextmanager
-def naming_member(index: int) -> Iterator[None]:
-    """Add to an :class:`ArgumentError` that the block raises which member of a list of arrays it is about."""
+def naming_member(index: int | None) -> Iterator[None]:
+    """Add to an :class:`ArgumentError` that the block raises which member of a list it is about; None for no list."""
     try:
         yield
     except ArgumentError as error:
+        if index is None:
+            raise
         raise ArgumentError(f"member {index} of the list: {text_of(error)}") from error
 
 

@@ -17,12 +17,6 @@ struct PartTable {
   u32 bytes[kParts];            // of a part
 };
 
-DEVICE constexpr u32 largest_power_of_two_below(u32 n) {
-  u32 power = 1;
-  while (2 * power < n) power *= 2;
-  return power;
-}
-
 // The part that holds packet `index`: the last one that begins at or before it.
 DEVICE u32 find_part(const PartTable& parts, u32 index) {
   u32 part = 0;

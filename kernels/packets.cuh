@@ -19,6 +19,7 @@
 #pragma once
 #include <list.cuh>
 #include <map.cuh>
+#include <parts.cuh>
 #include <reduce.cuh>
 #ifdef IPCREDUCE_SCALE
 #include <rmsnorm.cuh>
@@ -44,6 +45,9 @@ struct Args {
 #endif
 #ifdef IPCREDUCE_SCALE  // a fused kernel
   NormArgs norm;
+#endif
+#ifdef IPCREDUCE_MEMBERS  // gather.cu, scatter.cu: in is all addresses and steps or-ed together, out is not used, and
+  PartsTable table;       // bytes counts the packets of the longest message
 #endif
 };
 
@@ -237,30 +241,46 @@ DEVICE bool warp_has_packet(u32 index, u32 packets) { return index - index % 32 
 // Stands in the output for data that did not arrive: NaN, or -1.
 DEVICE Packet poison() { return {{kSentinel, kSentinel, kSentinel, kSentinel}}; }
 
-// Waits for kDepth packets from the row of every peer, and loads them into v[d][rank]. The group of rows begins at
-// `rows`. Each poll issues all its loads before it tests the first. v[d][kRank] is not touched. If the wait is
-// abandoned, alive is false and v must not be used. If a warp has any packet to wait for, all its lanes call this.
-template <int kDepth>
-DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index,
-                            bool& alive) {
-  const u64 stride = row_bytes(packets);
+// How many packets come from peer i. Rows of slots have room for the longest message.
+struct SamePackets {
+  static constexpr bool kSame = true;
+  u32 packets;
+  DEVICE u32 operator()(int) const { return packets; }
+};
+#ifdef IPCREDUCE_MEMBERS
+struct PartPackets {  // every rank sends its part
+  static constexpr bool kSame = false;
+  const PartsTable& table;
+  DEVICE u32 operator()(int i) const { return table.packets[peer_rank(i)]; }
+};
+#endif
+
+// Waits for kDepth packets from the row of every peer, and loads them into v[d][rank]. The group of rows, for messages of
+// up to `longest` packets, begins at `rows`. Each poll issues all its loads before it tests the first. v[d][kRank] is not
+// touched. If the wait is abandoned, alive is false and v must not be used. If a warp has any packet to wait for, all its
+// lanes call this.
+template <int kDepth, class PacketsOf>
+DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 longest,
+                            const PacketsOf& packets_of, u32 index, bool& alive) {
+  const u64 stride = row_bytes(longest);
   const u32 lane = index % 32;
   u32 last[kDepth][kMaxRanks], second[kDepth][kMaxRanks];  // this lane's words of the escape packets
-  const u32 spare = index < packets ? index : index - lane;  // lanes without a packet poll one that their warp polls
+  const auto spare_of = [&](int i) { return index < packets_of(i) ? index : index - lane; };
+  const u32 same_spare = spare_of(1);  // lanes without a packet poll one that their warp polls
   const auto load_slots = [&] {
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const u32 slot = packet_index(index, d) < packets ? packet_index(index, d) : spare;
+    for (int d = 0; d < kDepth; ++d)
 #pragma unroll
       for (int i = 1; i < kRanks; ++i) {
+        const u32 spare = PacketsOf::kSame ? same_spare : spare_of(i);
+        const u32 slot = packet_index(index, d) < packets_of(i) ? packet_index(index, d) : spare;
         const u64 row = rows + row_offset(i, stride);
         v[d][peer_rank(i)] = load_packet_relaxed_sys(row + (u64)kPacketBytes * slot);
         if (kFloat) continue;
-        const u64 escape = escape_at(row, packets, slot) + lane / 16 * 4;
+        const u64 escape = escape_at(row, longest, slot) + lane / 16 * 4;
         last[d][peer_rank(i)] = load_u32_relaxed_sys(escape);
         if (!kWholePackets) second[d][peer_rank(i)] = load_u32_relaxed_sys(escape + 8);
       }
-    }
   };
   const auto arrived_from = [&](int i) {
     const u32 rank = peer_rank(i);
@@ -269,7 +289,8 @@ DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u6
     for (int d = 0; d < kDepth; ++d)
       all &= has_arrived(v[d][rank]) &&
              (kFloat || (last[d][rank] != kSentinel && (kWholePackets || second[d][rank] != kSentinel)));
-    return all;
+    if (PacketsOf::kSame) return all;
+    return all || !warp_has_packet(index, packets_of(i));
   };
   wait_for_peers<true>(alive, args, load_slots, arrived_from);
   if (kFloat || !alive) return;  // if v could be used after an abandoned wait, every poll would copy it
@@ -283,19 +304,31 @@ DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u6
     }
 }
 
-// Restores the sentinel in the slots that receive_packets() has read, where active. All lanes of a warp call it. It is
-// not called after an abandoned wait: a late packet would fill the slot again, so the host empties the slots when every
+// The same for messages of one length.
+template <int kDepth>
+DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index,
+                            bool& alive) {
+  receive_packets(v, args, rows, packets, SamePackets{packets}, index, alive);
+}
+
+// Restores the sentinel in the slots that receive_packets() has read, while alive. All lanes of a warp call it. It does
+// nothing after an abandoned wait: a late packet would fill the slot again, so the host empties the slots when every
 // kernel has ended (Workspace.reset, in the resynchronisation).
-DEVICE void restore_sentinels(u64 rows, u32 packets, u32 index, bool active) {
+template <class PacketsOf>
+DEVICE void restore_sentinels(u64 rows, u32 longest, const PacketsOf& packets_of, u32 index, bool active) {
   const Packet empty = {{kSentinel, kSentinel, kSentinel, kSentinel}};
-  const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
+  const u64 stride = row_bytes(longest), at = rows + (u64)kPacketBytes * index;
   sync_warp();  // other lanes have read this packet as their spare, and all lanes the escape packet
 #pragma unroll
   for (int i = 1; i < kRanks; ++i) {
-    store_packet_weak(at + row_offset(i, stride), empty, active);
+    const bool has = PacketsOf::kSame ? active : active && index < packets_of(i);
+    store_packet_weak(at + row_offset(i, stride), empty, has);
     if (!kFloat)
-      store_packet_weak(escape_at(rows + row_offset(i, stride), packets, index), empty, active && index % 32 == 0);
+      store_packet_weak(escape_at(rows + row_offset(i, stride), longest, index), empty, has && index % 32 == 0);
   }
+}
+DEVICE void restore_sentinels(u64 rows, u32 packets, u32 index, bool active) {
+  restore_sentinels(rows, packets, SamePackets{packets}, index, active);
 }
 
 // ---- the first hop of two_shot.cu and direct.cu: the chunk of rank r begins at packet r * columns of the message

@@ -4,6 +4,11 @@
 
 constexpr u32 kPacketBytes = 16;
 DEVICE u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
+DEVICE constexpr u32 largest_power_of_two_below(u32 n) {
+  u32 power = 1;
+  while (2 * power < n) power *= 2;
+  return power;
+}
 
 // Bits of element j of a packet. All indices are constants after unrolling, so these compile to shifts and moves.
 template <int kBytes> DEVICE u64 get_element_bits(const Packet& p, int j) {

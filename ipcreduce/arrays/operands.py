@@ -73,6 +73,8 @@ class PreparedCall(Protocol):
     def alignment(self) -> int: ...
     @property
     def hands_on(self) -> bool: ...
+    @property
+    def packed(self) -> bool: ...
 
 
 class Output(Protocol):
@@ -128,7 +130,7 @@ class DeviceOperands:
         check_device(device, source, "array")
         if out is None:
             with allocating():
-                target, result = _new(array, source, stream, device, ordered)
+                target, result = new_result(array, source.shape, source.dtype, site)
         elif out is array:
             target, result = source, out
             if source is not array:
@@ -167,16 +169,16 @@ class DeviceOperands:
             self.source_address = self.destination_address = views.pointer(self.source)
 
 
-def _new(array: Any, source: Any, stream: Stream, device: int, ordered: bool) -> tuple[Any, Any]:
+def new_result(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], site: Site) -> tuple[Any, Any]:
     """A new CuPy array for the result, and an array of the library of ``array`` over the same memory.
 
-    In a recording, where ``ordered`` is False, the memory belongs to the graph.
+    In a recording the memory belongs to the graph.
     """
-    is_tensor = source is not array and torch_runtime.is_tensor(array)
-    if is_tensor and ordered:
-        result = torch_runtime.empty_on(array, stream)
-        return views.view(result, stream, ordered=False), result
-    target = views.empty(source.shape, source.dtype, stream, device)
+    is_tensor = not views.is_cupy(array) and torch_runtime.is_tensor(array)
+    if is_tensor and not site.recorded:
+        result = torch_runtime.new_on(array, shape, dtype, site.stream)
+        return views.view(result, site.stream, ordered=False), result
+    target = views.empty(shape, dtype, site.stream, site.device)
     return target, torch_runtime.over(target, array) if is_tensor else target
 
 

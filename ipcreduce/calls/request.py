@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +25,14 @@ class Member(NamedTuple):
     kind: str
 
     @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return KINDS[self.kind].itemsize
+
+    @property
     def nbytes(self) -> int:
         """Its bytes."""
-        return math.prod(self.shape) * KINDS[self.kind].itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -79,23 +85,82 @@ class NormShape:
         return text
 
 
+class Moved(NamedTuple):
+    """An array whose bytes are moved and not reduced, so that its dtype may be any. See :class:`Member`."""
+
+    shape: tuple[int, ...]
+    kind: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.itemsize
+
+
+class Split(NamedTuple):
+    """The parts of the ranks in a call that is no all-reduce.
+
+    :ivar collective: "all-gather", "reduce-scatter" or "broadcast".
+    :ivar axis: along which arrays are split. :ivar sizes: by rank, of its part along ``axis``; None for equal parts.
+    :ivar root: of a broadcast, whose part is everything.
+    """
+
+    collective: str
+    axis: int = 0
+    sizes: tuple[int, ...] | None = None
+    root: int = 0
+
+    def __str__(self) -> str:
+        if self.collective == "broadcast":
+            return f" from rank {self.root}"
+        return f" along axis {self.axis}, " + ("no sizes=" if self.sizes is None else f"sizes={[*self.sizes]}")
+
+    def rows(self, shape: tuple[int, ...], itemsize: int, n: int) -> Rows:
+        """The places of the parts in a contiguous whole array of this shape."""
+        if self.collective == "broadcast":
+            nbytes = math.prod(shape) * itemsize
+            return Rows(1, nbytes, (0,) * n, tuple(nbytes if rank == self.root else 0 for rank in range(n)))
+        inner = math.prod(shape[self.axis + 1 :]) * itemsize
+        sizes = self.sizes or (shape[self.axis] // n,) * n
+        widths = tuple(size * inner for size in sizes)
+        offsets = tuple(accumulate(widths, initial=0))[:n]
+        return Rows(math.prod(shape[: self.axis]), shape[self.axis] * inner, offsets, widths)
+
+
+class Rows(NamedTuple):
+    """The places of the ranks' parts in a whole array, as kernels/parts.cuh has them.
+
+    :ivar rows: their number. :ivar pitch: bytes of a row of the whole array.
+    :ivar offsets: by rank, the first byte of its part in each row. :ivar widths: by rank, the bytes of its part there.
+    """
+
+    rows: int
+    pitch: int
+    offsets: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
 class Request(NamedTuple):
     """One call, without the memory of its arrays.
 
-    :ivar op: one of ``dtypes.OPS``.
-    :ivar members: the arrays that are reduced: one, or those of a list.
+    :ivar op: one of ``dtypes.OPS``; "" where nothing is reduced.
+    :ivar members: the arrays of the call, each a :class:`Member` or :class:`Moved`: one, or those of a list. The whole
+        ones, if they are split.
     :ivar epilogue: what is applied to the result: None, an ``Expression`` (cuda/expressions.py), or a
         :class:`NormShape`.
     :ivar on_host: the arrays lie on the host.
     :ivar sms: the most blocks of a launch that exchanges data; None: as many as are fastest alone.
+    :ivar split: of a call that is no all-reduce.
     """
 
     op: str
-    members: tuple[Member, ...]
+    members: tuple[Any, ...]
     epilogue: Any = None
     is_list: bool = False
     on_host: bool = False
     sms: int | None = None
+    split: Split | None = None
 
     @property
     def what(self) -> Fingerprint:
@@ -116,10 +181,14 @@ class Request(NamedTuple):
 def _in_words(request: Request) -> Fingerprint:
     where = "" if request.sms is None else f" by {request.sms} blocks"
     where += " on the host" if request.on_host else ""
+    doing, every = request.op, [f"{one.kind} {one.shape}" for one in request.members]
+    if request.split is not None:
+        doing, where = request.split.collective + (f" by {doing}" if doing else ""), f"{request.split}{where}"
     if request.is_list:
-        every = ", ".join(f"{kind} {shape}" for shape, kind in request.members)
-        return Fingerprint.of(f"{request.op} of {len(request.members)} arrays{where}: {every}")
-    ((shape, kind),) = request.members
+        return Fingerprint.of(f"{doing} of {len(every)} arrays{where}: {', '.join(every)}")
+    if request.split is not None:
+        return Fingerprint.of(f"{doing} of {every[0]}{where}")
+    shape, kind = request.members[0].shape, request.members[0].kind
     after = request.epilogue
     if isinstance(after, NormShape):
         return Fingerprint.of(f"sum and norm of {kind} {shape}{where}{after}")

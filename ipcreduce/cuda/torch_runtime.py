@@ -205,12 +205,6 @@ def on_stream(stream: Stream, device: int) -> Iterator[None]:
         yield
 
 
-def empty_on(tensor: Any, stream: Stream) -> Any:
-    """A new contiguous tensor of the same shape and dtype, from PyTorch's allocator, for use on ``stream``."""
-    with on_stream(stream, tensor.get_device()):
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
-
-
 def new_on(tensor: Any, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream) -> Any:
     """A new contiguous tensor on the device of ``tensor``, from PyTorch's allocator, for use on ``stream``."""
     with on_stream(stream, tensor.get_device()):
@@ -313,6 +307,18 @@ def of_numpy(array: np.ndarray[Any, Any]) -> Any:
 def as_bytes(tensor: Any) -> Any:
     """A tensor of e4m3 as one of bytes, over the same memory. Any other array is returned as it is."""
     return tensor.view(torch.uint8) if is_tensor(tensor) and tensor.dtype is _float8() else tensor
+
+
+def float8_as_bytes(tensor: Any) -> Any:
+    """A tensor of any float of 8 bits as one of bytes, over the same memory. Any other array is returned as it is."""
+    if not is_tensor(tensor) or tensor.dtype.itemsize != 1 or not tensor.dtype.is_floating_point:
+        return tensor
+    return tensor.view(torch.uint8)
+
+
+def float8_of_bytes(tensor: Any, like: Any) -> Any:
+    """Undo :func:`float8_as_bytes` for a result, if it was done to ``like``."""
+    return tensor.view(like.dtype) if is_tensor(tensor) and tensor.dtype is not like.dtype else tensor
 
 
 def of_bytes(tensor: Any) -> Any:

@@ -14,6 +14,7 @@ from ..arrays.device_norms import NormCall
 from ..arrays.lists import ListCall
 from ..arrays.maps import MapCall
 from ..arrays.plain import PlainCall
+from ..arrays.splits import SplitCall
 from ..calls import turns
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, torch_runtime
@@ -26,6 +27,7 @@ from .hits.lists import ListHits
 from .hits.maps import MapHits
 from .hits.norms import NormHits
 from .hits.plain import PlainHits
+from .hits.splits import SplitHits
 from .last_call import ON_STREAM, RESTING
 from .launch_cache import Found, LaunchCache
 from .prepared import Ready
@@ -41,8 +43,8 @@ class FastPath:
     It makes replays, and the eager calls that are ready: those on contiguous CuPy arrays or PyTorch tensors, of shapes,
     dtypes and op that came before.
 
-    :ivar find: looks up a call on an array or a list, ``find_map`` one with an expression, and ``find_norm`` one with
-        RMSNorm.
+    :ivar find: looks up a call on an array or a list, ``find_map`` one with an expression, ``find_norm`` one with
+        RMSNorm, and ``find_split`` one that is no all-reduce.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class FastPath:
         self._abort_word, self._recorder = page.abort_word, page.calls
         lists, maps, norms = ListHits(cache), MapHits(cache), NormHits(cache)
         plain = PlainHits(cache, lists)
-        cache.kinds |= {PlainCall: plain, ListCall: lists, MapCall: maps, NormCall: norms}
-        self.find, self.find_map, self.find_norm = plain.find, maps.find, norms.find
+        splits = SplitHits(cache, page.rank, page.n)
+        cache.kinds |= {PlainCall: plain, ListCall: lists, MapCall: maps, NormCall: norms, SplitCall: splits}
+        self.find, self.find_map, self.find_norm, self.find_split = plain.find, maps.find, norms.find, splits.find
         ring = page.calls  # these objects are never replaced; only their contents change
         self._recorder_parts = ring.recorded, ring.number, ring.slots, ring.agreed
 

@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
     :ivar op: one of ``dtypes.OPS``. :ivar depth: packets, or units of a row, that a thread takes at a time.
     :ivar parts: the most parts of a list; 0 for one array.
     :ivar scale: for a norm, the code of its scales; -1 for no norm. :ivar cluster: for a norm, the blocks of a row.
-    :ivar alone: it exchanges no data.
+    :ivar alone: it exchanges no data. :ivar members: the most arrays of a launch of gather.cu or scatter.cu.
     """
 
     name: str
@@ -37,12 +37,15 @@ class Kernel(NamedTuple):
     scale: int = -1
     cluster: int = 1
     alone: bool = False
+    members: int = 0
 
     def macros(self) -> dict[str, str]:
         """The macros that its source requires, but for those about the ranks."""
         found = {"DTYPE": self.dtype, "OP": self.op, "DEPTH": self.depth}
         if self.parts:
             found["PARTS"] = self.parts
+        if self.members:
+            found["MEMBERS"] = self.members
         if self.scale >= 0:
             found |= {"SCALE": self.scale, "CLUSTER": self.cluster}
         return {f"IPCREDUCE_{name}": str(value) for name, value in found.items()}

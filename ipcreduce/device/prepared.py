@@ -83,6 +83,7 @@ class Prepared:
     :ivar through: by member, the dtype as which it is reduced, if not the array's own.
     :ivar alignment: of the addresses of arrays of the call's dtype, in bytes; 0 for their itemsize.
     :ivar hands_on: an all-reduce comes first, and leaves its result in memory for what follows.
+    :ivar packed: the parts of arrays that are split lie one behind the other where the steps read or write them.
     """
 
     request: Request
@@ -93,6 +94,7 @@ class Prepared:
     through: tuple[np.dtype[Any] | None, ...] = (None,)
     alignment: int = 0
     hands_on: bool = False
+    packed: bool = False
 
     def start(self, addresses: Any, stream: Stream) -> None:
         """Put the call on ``stream``. What the addresses are depends on the kind of call."""

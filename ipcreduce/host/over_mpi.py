@@ -1,13 +1,14 @@
-"""All-reduce of NumPy arrays over MPI, for ranks that share no memory, with the bits of the kernels.
+"""The collectives on NumPy arrays over MPI, for ranks that share no memory, with the bits of the kernels.
 
 The ranks compare each call on the control page before, as MPI does not compare what it carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +16,10 @@ from .. import clock
 from ..dtypes import reduce
 from ..ranks import exchange
 from ..ranks.mpi import MpiRanks
+from .shared import split_alone
+
+if TYPE_CHECKING:
+    from ..arrays.host_splits import HostSplitArray as SplitArray
 
 _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
@@ -24,7 +29,7 @@ Wait = Callable[[Any], None]
 
 
 class MpiReducer:
-    """All-reduce over an MPI communicator that nobody else uses. Calls are collective, and return when done."""
+    """The collectives over an MPI communicator that nobody else uses. Calls are collective, and return when done."""
 
     def __init__(self, ranks: MpiRanks, timeout: float) -> None:
         self._ranks, self._mpi, self._timeout = ranks, ranks.mpi, timeout
@@ -37,10 +42,7 @@ class MpiReducer:
         :param interrupt: called while this rank waits; raises to give up.
         :raises PeerTimeoutError: if the data of a rank do not come.
         """
-        wait = partial(
-            exchange.complete, ranks=self._ranks, deadline=clock.now() + self._timeout,
-            what=f"the data of call {call}", call=call, interrupt=interrupt,
-        )  # fmt: skip
+        wait = self._waiting(call, interrupt)
         flat = np.ascontiguousarray(array).reshape(-1)
         result = flat.copy()
         if self._ranks.size > 1:
@@ -50,6 +52,43 @@ class MpiReducer:
                 reduce = self._one_shot if part.nbytes <= _ONE_SHOT_BYTES else self._two_shot
                 result[begin : begin + step] = reduce(part, op, wait)
         return result.reshape(array.shape)
+
+    def split(self, one: SplitArray, call: int, interrupt: Callable[[], None]) -> None:
+        """Exchange the parts of an array. See :meth:`allreduce`."""
+        wait, n = self._waiting(call, interrupt), self._ranks.size
+        if n == 1:
+            split_alone(one)
+            return
+        way = self._scatter if one.op else self._gather if one.root is None else self._broadcast
+        step = _SEGMENT_BYTES // n // one.targets[0].itemsize
+        for begin in range(0, max(map(len, (*one.sources, *one.targets))), step):
+            sources, targets = ([part[begin : begin + step] for part in parts] for parts in (one.sources, one.targets))
+            way(one, sources, targets, wait)
+
+    def _broadcast(self, one: SplitArray, _: list[Array], targets: list[Array], wait: Wait) -> None:
+        assert one.root is not None
+        wait(self._mpi.Ibcast(targets[one.root], one.root))
+
+    def _gather(self, _: SplitArray, sources: list[Array], targets: list[Array], wait: Wait) -> None:
+        counts = [target.size for target in targets]
+        received = np.empty(sum(counts), np.uint8)
+        wait(self._mpi.Iallgatherv(sources[0], [received, _places(counts)]))
+        for target, part in zip(targets, np.split(received, np.cumsum(counts)[:-1]), strict=True):
+            target[:] = part
+
+    def _scatter(self, one: SplitArray, sources: list[Array], targets: list[Array], wait: Wait) -> None:
+        n, (target,) = self._ranks.size, targets
+        received = np.empty((n, target.size), target.dtype)
+        counts, own = [source.nbytes for source in sources], [target.nbytes] * n
+        sent = np.concatenate(sources).view(np.uint8)
+        wait(self._mpi.Ialltoallv([sent, _places(counts)], [received.reshape(-1).view(np.uint8), _places(own)]))
+        reduce([*received], one.op, target)
+
+    def _waiting(self, call: int, interrupt: Callable[[], None]) -> Wait:
+        return partial(
+            exchange.complete, ranks=self._ranks, deadline=clock.now() + self._timeout,
+            what=f"the data of call {call}", call=call, interrupt=interrupt,
+        )  # fmt: skip
 
     def _one_shot(self, flat: Array, op: str, wait: Wait) -> Array:
         parts = np.empty((self._ranks.size, flat.size), flat.dtype)
@@ -65,3 +104,8 @@ class MpiReducer:
         reduced = reduce(list(parts), op)
         wait(self._mpi.Iallgather(reduced.view(np.uint8), parts.view(np.uint8)))
         return parts.reshape(-1)[: flat.size]
+
+
+def _places(counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Counts and places of parts that lie one behind the other, as MPI takes them."""
+    return [*counts], [*accumulate(counts, initial=0)][:-1]

@@ -1,4 +1,4 @@
-"""The all-reduces of host arrays: through shared memory if the ranks have some, else over MPI."""
+"""The calls on host arrays: through shared memory if the ranks have some, else over MPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from .. import clock
 from ..arrays.host_operands import Array, HostCall
+from ..arrays.host_splits import HostSplit
 from ..arrays.plain import PlainCall
+from ..arrays.splits import SplitCall
 from ..calls.sequence import CallSequence
 from ..dtypes import DTYPES, OPS
 from ..errors import IpcReduceError, UnsupportedError
@@ -47,7 +49,7 @@ class _Patience:
 
 
 class HostReducer:
-    """The all-reduces of NumPy arrays of one communicator. Its lock is held around every method.
+    """The calls on NumPy arrays of one communicator. Its lock is held around every method.
 
     :param mpi: None for ranks of a group that is not MPI's.
     :param shared: None for ranks that share no memory, for this ``reason``. MPI carries their data. Without MPI they
@@ -77,6 +79,8 @@ class HostReducer:
         if what is not None and self._shared is not None:
             self._calls.enter(what, DEFAULT_STREAM)
             return self._through_memory(self._shared, what, *given[:3])
+        if type(given) is SplitCall:
+            return self._call_split(given.for_host())
         used: HostCall = given.for_host()
         what = used.request.what
         self._enter(what)
@@ -86,6 +90,19 @@ class HostReducer:
             if type(op) is str and op in OPS and array.dtype in DTYPES:
                 self._plain[array.shape, array.dtype, op] = what
         return result
+
+    def _call_split(self, used: HostSplit) -> Any:
+        what = used.request.what
+        self._enter(what)
+        calls, shared, mpi = self._calls, self._shared, self._mpi
+        for one in used.exchanged:
+            if shared is not None:
+                check = partial(calls.check_wait, calls.number, clock.now() + calls.timeout)
+                shared.split(one, check, partial(calls.compare, what))
+            else:
+                assert mpi is not None
+                self._over_mpi(partial(mpi.split, one))
+        return used.finish()
 
     def _repeated(self, array: Any, op: Any, out: Any) -> Fingerprint | None:
         """The fingerprint of a call on contiguous NumPy arrays, if one like it came before: 2 us less to check."""
@@ -113,7 +130,7 @@ class HostReducer:
         if self._shared is not None:
             return self._through_memory(self._shared, what, array, op, out)
         assert self._mpi is not None
-        result = self._over_mpi(self._mpi, array, op)
+        result = self._over_mpi(partial(self._mpi.allreduce, array, op))
         if out is None:
             return result
         out[...] = result
@@ -132,12 +149,12 @@ class HostReducer:
         out[...] = target
         return out
 
-    def _over_mpi(self, mpi: MpiReducer, array: Array, op: str) -> Array:
+    def _over_mpi(self, exchange: Callable[[int, Callable[[], None]], Any]) -> Any:
         check_runs()
         calls, number = self._calls, self._calls.number
         check = _Patience(partial(calls.check_wait, number, math.inf, []))
         try:
-            result = mpi.allreduce(array, op, number, check)
+            result = exchange(number, check)
         except BaseException as error:
             calls.lose(f"it left call {number} halfway", error)
             raise

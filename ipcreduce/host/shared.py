@@ -1,14 +1,15 @@
-"""All-reduce of NumPy arrays through a shared segment, with the bits of the kernels.
+"""The collectives on NumPy arrays through a shared segment, with the bits of the kernels.
 
 Small messages are one-shot: every rank writes its data, hands it over, and reduces everybody's. Larger ones are
 two-shot, chunk by chunk: each rank reduces its share of the chunk, and all copy the results. These are the algorithms
-of the kernels (kernels/one_shot.cu, two_shot.cu), with a handover in place of packets.
+of the kernels (kernels/one_shot.cu, two_shot.cu), with a handover in place of packets. All-gather, broadcast and
+reduce-scatter hand each chunk over once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,12 +17,15 @@ from ..calls.backend import Backend
 from ..dtypes import reduce
 from .segment import Segment
 
+if TYPE_CHECKING:
+    from ..arrays.host_splits import HostSplitArray as SplitArray
+
 Check = Callable[[list[int]], None]
 Array = np.ndarray[Any, Any]
 
 
 class SharedReducer(Backend):
-    """All-reduce through one segment. Every call is collective and blocks until it is done.
+    """The collectives through one segment. Every call is collective and blocks until it is done.
 
     Nothing of it runs between calls.
     """
@@ -94,6 +98,63 @@ class SharedReducer(Backend):
         for result, share in zip(results, shares, strict=True):
             target[share] = result
 
+    # ---- arrays that are split
+    def split(self, one: SplitArray, check: Check, agreed: Callable[[], None]) -> None:
+        """Exchange the parts of an array. See :meth:`allreduce`."""
+        if self._n == 1:
+            split_alone(one)
+        elif one.op:
+            self._scatter(one, check, agreed)
+        else:
+            self._gather(one, check, agreed)
+
+    def _gather(self, one: SplitArray, check: Check, agreed: Callable[[], None]) -> None:
+        (source,), targets = one.sources, one.targets
+        for begin, length, places in self._turns(max(map(len, targets)), 1, check):
+            part = source[begin : begin + length]
+            places[self._rank][: part.size] = part
+            self._segment.hand_over(check)
+            agreed()
+            agreed = _nothing
+            for target, place in zip(targets, places, strict=True):  # this rank's too: it may be the source itself
+                part = target[begin : begin + length]
+                part[:] = place[: part.size]
+
+    def _scatter(self, one: SplitArray, check: Check, agreed: Callable[[], None]) -> None:
+        """The target may be this rank's own source: of that a chunk is read before it is written."""
+        rank, n, (target,) = self._rank, self._n, one.targets
+        unit = n * target.itemsize
+        for begin, length, places in self._turns(max(map(len, one.sources)) * unit, unit, check):
+            first, count = begin // unit, length // unit
+            typed = [place[: count * unit].view(target.dtype).reshape(n, count) for place in places]
+            for source, place in zip(one.sources, typed[rank], strict=True):
+                part = source[first : first + count]
+                place[: part.size] = part
+            self._segment.hand_over(check)
+            agreed()
+            agreed = _nothing
+            part = target[first : first + count]
+            reduce([place[rank, : part.size] for place in typed], one.op, part)
+
+    def _turns(self, nbytes: int, unit: int, check: Check) -> Iterator[tuple[int, int, list[Array]]]:
+        """The chunks of a message: where it begins, its most bytes, and each rank's place for it.
+
+        There are two places in turns, as in :meth:`_one_shot`. Behind the last chunk of an area is a handover: the next
+        call may write to all of the area.
+
+        :param unit: chunks are multiples of so many bytes.
+        """
+        segment = self._segment
+        if nbytes <= segment.small_bytes:
+            self._part = 1 - self._part
+            yield 0, segment.small_bytes // unit * unit, segment.small[self._part]
+            return
+        half = segment.area_bytes // 2 // 64 * 64
+        length = half // unit * unit
+        for turn, begin in enumerate(range(0, nbytes, length)):
+            yield begin, length, [area[turn % 2 * half :][:half] for area in segment.areas]
+        segment.hand_over(check)
+
     # ---- as the backend of a call sequence
     def reset(self, offers: Sequence[bytes]) -> None:
         """Forget the handovers of calls that failed, once every rank is quiet."""
@@ -103,3 +164,12 @@ class SharedReducer(Backend):
 
 def _nothing() -> None:
     pass
+
+
+def split_alone(one: SplitArray) -> None:
+    """The same for one rank."""
+    ((source,), (target,)) = one.sources, one.targets
+    if one.op:
+        reduce([source], one.op, target)
+    elif target is not source:
+        target[:] = source

@@ -20,7 +20,7 @@ from ..device.prepared import KernelStep, OwnStep, Prepared, Step
 from ..dtypes import KINDS, OPS, reduced_as
 from ..page.layout import ABORT_OFFSET, missing_offset
 from ..types import DEFAULT_STREAM, Stream
-from . import bulk, lists, norm_plan, plan
+from . import bulk, lists, norm_plan, parts, plan
 from .workspace import Workspace
 
 _VERIFY, _LIMIT = Kernel("verify", "int32"), Kernel("limit", "int32")
@@ -54,6 +54,8 @@ class Launches:
         """
         if isinstance(request.epilogue, NormShape):
             return self.fused(request) if self.fuses else None
+        if request.split is not None:
+            return self._of_parts(request)
         if request.is_list:
             return self._of_list(request)
         if self._workspace.n == 1:
@@ -127,8 +129,8 @@ class Launches:
         for kind in dict.fromkeys(one.kind for one in request.members):
             sizes = [one.nbytes if one.kind == kind else 0 for one in request.members]
             planned = lists.make_plan(sizes, self.most_parts, partial(self._planned, sms=request.sms))
-            for parts in {one.parts for one in planned}:
-                self._load_all(kind, [one.step for one in planned if one.parts == parts], parts)
+            for most in {one.parts for one in planned}:
+                self._load_all(kind, [one.step for one in planned if one.parts == most], most)
             for one in planned:
                 launches.append(self._list_step(one, kind, request.op, len(nbytes)))
                 names.append(one.step.algorithm)
@@ -140,6 +142,28 @@ class Launches:
             return lists.ListStep(one, self.launch(one.step, kind, op, table=table, parts=parts), length)
         inward, outward = (self._copy(one.step, kind, table=table, parts=parts) for _ in range(2))
         return bulk.BulkListStep(one, inward, self._exchange(one.step, kind, op), outward, length)
+
+    def _of_parts(self, request: Request) -> Prepared:
+        """All-gather, broadcast or reduce-scatter: a launch for all arrays that are reduced as one dtype."""
+        assert request.split is not None
+        if self._workspace.n == 1:
+            return _prepared(request, [OwnStep(partial(_copy_each, [one.nbytes for one in request.members]))])
+        n, collective = self._workspace.n, request.split.collective
+        name, op = parts.KERNELS[collective], request.op or "sum"
+        most = min(plan.packets_of_rows(n - 1, self._workspace.half_bytes), plan.LAUNCH_PACKETS)
+        steps: list[Step] = []
+        for dtype, kind, rows in parts.together(request, n):
+            planned = parts.make_plan(rows, self._workspace.rank, most, parts.most_pieces(self.most_parts))
+            base = self._arguments(plan.code_offset(kind, f"{collective} {request.op}".strip()))
+            for members in {parts.places(one) for one in planned}:
+                self.kernels.load(Kernel(name, dtype, each, members=members) for each in (OPS if request.op else (op,)))
+            for one in planned:
+                args = np.concatenate([base, parts.table(one)])
+                args[BYTES] = one.longest * plan.PACKET_BYTES
+                shape = plan.parts_shape(one.longest, n, self.resident, self.sharing, request.sms)
+                launch = self.kernels.launch(Kernel(name, dtype, op, members=parts.places(one)), *shape, args)
+                steps.append(KernelStep(launch, parts.setter(one, args.data, gathers=name == "gather")))
+        return _prepared(request, steps, [name] * len(steps))
 
     def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
         return self.planned(nbytes, self.algorithm, self.table, sms)
@@ -266,6 +290,11 @@ def _copy(nbytes: int, addresses: Sequence[int], stream: Stream) -> None:
     source, target = addresses
     if target != source and nbytes:
         cupy_runtime.copy(target, source, nbytes, stream)
+
+
+def _copy_each(nbytes: Sequence[int], addresses: Sequence[int], stream: Stream) -> None:
+    for index, one in enumerate(nbytes):
+        _copy(one, addresses[2 * index : 2 * index + 2], stream)
 
 
 def _copy_list(nbytes: Sequence[int], places: Places, stream: Stream) -> None:

@@ -44,9 +44,20 @@ PACKET_BYTES = 16
 EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
 RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
 FUSED_DTYPES = "float16", "bfloat16"  # of kernels that also normalise rows
+BYTES = "bytes"  # the dtype of what is moved and not reduced
 # What has slots of its own, so that ranks that differ in it wait for each other's packets instead of reducing them. The
 # place of an entry is its code. Those of launches that are planned here come before those of norms (CODES_BYTES).
-CODES = {of: code for code, of in enumerate([*product(KIND_NAMES, OPS), *product(FUSED_DTYPES, ("norm",))])}
+CODES = {
+    of: code
+    for code, of in enumerate(
+        [
+            *product(KIND_NAMES, OPS),
+            *product(KIND_NAMES, (f"reduce-scatter {op}" for op in OPS)),
+            *product((BYTES,), ("all-gather", "broadcast")),
+            *product(FUSED_DTYPES, ("norm",)),
+        ]
+    )
+}
 CODE_BYTES = 128  # distance between the slot origins of consecutive codes
 CODES_BYTES = CODE_BYTES * CODES["float16", "norm"]  # of (dtype, op)
 
@@ -56,6 +67,7 @@ KB, MB = 1 << 10, 1 << 20
 # on the sizes are estimates, which fall because the traffic of one hop grows with n.
 ONE_HOP_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its packets and bytes in 32 bits
+LAUNCH_PACKETS = _LAUNCH_BYTES // PACKET_BYTES
 BULK_BYTES = 1 * MB  # from this size on, it is used for calls that may not have all blocks
 _BULK_BLOCKS, _BULK_THREADS = 8, 512  # as few blocks as fill the links
 _MOST_AREA = 256 * MB
@@ -237,13 +249,17 @@ def _one_shot_threads(sharing: int) -> int:
     return 1024 if sharing == 1 else 512
 
 
+def packets_of_rows(rows: int, half_bytes: int) -> int:
+    """The most packets of so many rows of slots in each half of a workspace."""
+    room = half_bytes - CODES_BYTES
+    return max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # room for 33 a warp, rounded to lines of 8
+
+
 def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: int) -> int:
     """The bytes of the largest launch. one_shot has a thread for each packet, so at most ``one_shot_packets``."""
     room = half_bytes - CODES_BYTES
     row = ALGORITHMS[algorithm]
-    rows = (n - 1) * row.hops
-    packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # room for 33 a warp, rounded to lines of 8
-    packets *= row.parts(n)
+    packets = packets_of_rows((n - 1) * row.hops, half_bytes) * row.parts(n)
     if not row.loops:
         packets = min(packets, one_shot_packets)
     nbytes = min(packets * PACKET_BYTES, _LAUNCH_BYTES)
@@ -279,6 +295,16 @@ def plan_launch(
         return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
     grid, block, depth = _two_shot_shape(threads, n, min(resident, room))
     return LaunchPlan(algorithm, offset, nbytes, min(grid, most), block, depth)
+
+
+def parts_shape(packets: int, n: int, resident: int, sharing: int, sms: int | None) -> tuple[int, int]:
+    """Grid and block of gather.cu or scatter.cu, if the longest message has so many packets."""
+    room = min(EPOCH_SLOTS if sms is None else sms, most_blocks(resident, sharing))
+    most = most_threads("two_shot", 1, n)
+    block = min(_one_shot_shape(packets, room)[1], most)
+    if packets > 512:
+        block = min(32 * -(-packets // (128 * 32)), most)
+    return min(room, resident * most // block, -(-packets // block)), block
 
 
 def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:

@@ -6,9 +6,7 @@ one more row with functions of its own. tests/shared/sweep.py lays out the array
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +18,8 @@ from ipcreduce.calls.addresses import NormAddresses
 from ipcreduce.calls.request import NormShape, Request, with_norm
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import epilogues
-from tests.shared import norms, reference
+from tests.shared import norms, reference, splits
+from tests.shared.case import Array, Case, Limits, Values, placed
 from tests.shared.reference import BFLOAT16
 
 # Dtype and op of a call with an expression, and the dtypes of its operands. Each is a kernel of its own.
@@ -37,98 +36,6 @@ EXPRESSIONS = [
 ]  # fmt: skip
 MANY = (162, 163, 400, 1356, 1357, 2000)  # members of a list: around the places of the kernels' tables
 HIDDEN = (64, 128, 192, 1024, 2880, 4096, 5120, 7168, 8192, 16_384)
-Values = list[np.ndarray]  # of all inputs of a call, on one rank
-
-
-@dataclass(frozen=True)
-class Array:
-    """One array of a call, somewhere in a buffer."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, dtype: np.dtype, shape: tuple[int, ...], step: int = 1, backwards: bool = False) -> Array:
-        """With so many elements from one to the next; ``backwards``: the last row lies first."""
-        strides, stride = [], step * dtype.itemsize
-        for length in reversed(shape):
-            strides.insert(0, stride)
-            stride *= max(1, length)
-        return cls(dtype, shape, (-strides[0], *strides[1:]) if backwards else tuple(strides))
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def first(self) -> int:
-        """Bytes from the lowest element to that of index 0."""
-        return sum(-stride * (n - 1) for n, stride in zip(self.shape, self.strides, strict=True) if stride < 0 < n)
-
-    @property
-    def span(self) -> int:
-        """Bytes from the lowest element to the end of the highest one."""
-        reach = sum(abs(stride) * (n - 1) for n, stride in zip(self.shape, self.strides, strict=True))
-        return reach + self.dtype.itemsize if self.size else 0
-
-    def within(self, raw: np.ndarray, at: int) -> np.ndarray:
-        """It, in bytes on the host in which its lowest element is at ``at``."""
-        if not self.size:
-            return np.empty(self.shape, self.dtype)
-        return np.ndarray(self.shape, self.dtype, raw.data, at + self.first, self.strides)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call.
-
-    :ivar what: the op; of a norm its shape.
-    :ivar outputs: what it writes; they need not lie in the inputs' dtype or shape.
-    :ivar over: for each output the input in whose place it lies, or None.
-    :ivar shifted: the output lies one element behind the place of the input, which it overlaps.
-    :ivar new: no output is given, and the call makes its own.
-    :ivar turns: calls on the same arrays, of other values.
-    :ivar late: a rank that comes late, or -1.
-    :ivar alignment: of the places of all arrays, in bytes, if it is more than that of their dtype.
-    :ivar more: what else the kind needs: the type of a list; the factor of an expression, and whether its operand of
-        the array's shape is the output itself.
-    """
-
-    kind: str
-    what: Any
-    inputs: tuple[Array, ...]
-    outputs: tuple[Array, ...]
-    over: tuple[int | None, ...]
-    new: bool = False
-    shifted: bool = False
-    special: bool = False
-    turns: int = 1
-    late: int = -1
-    alignment: int = 1
-    more: Any = None
-
-    def __str__(self) -> str:
-        arrays = ", ".join(f"{one.dtype.name} {one.shape} {one.strides}" for one in self.inputs[:8])
-        how = "new" if self.new else "shifted" if self.shifted else f"outputs in the places {self.over[:8]}"
-        return f"{self.kind} {self.what}, {self.more}, {how}, {self.turns} turns, {len(self.inputs)} inputs: {arrays}"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes of a call's arrays together, members of a list, rows of a norm, and how many of :data:`EXPRESSIONS`."""
-
-    largest: int = 1 << 20
-    smallest: int = 1  # of a plain call that is not empty
-    members: int = 2000
-    rows: int = 300
-    expressions: int = len(EXPRESSIONS)
-
-
-def placed(how: str, count: int) -> dict[str, Any]:
-    """Where the outputs lie, as arguments of a case: "new", "out", "in place" or "shifted"."""
-    over = tuple(range(count)) if how in ("in place", "shifted") else (None,) * count
-    return {"over": over, "new": how == "new", "shifted": how == "shifted"}
 
 
 # ---- one array, and a list of arrays
@@ -205,7 +112,7 @@ def call_list(comm: Any, case: Case, way: str, inputs: list[Any], outs: list[Any
     return result if case.new else None
 
 
-def values_of_any_kind(case: Case, own: np.random.Generator, common: np.random.Generator) -> Values:
+def values_of_any_kind(case: Case, rank: int, own: np.random.Generator, common: np.random.Generator) -> Values:
     return [reference.random_array(own, one.shape, one.dtype, case.special) for one in case.inputs]
 
 
@@ -230,7 +137,7 @@ def is_reduction(case: Case, comm: Any, found: np.ndarray, wanted: np.ndarray, v
 
 # ---- with an expression: small integers, and a power of two as the factor, so that nothing depends on contraction
 def draw_map(rng: np.random.Generator, own: np.random.Generator, ranks: int, limits: Limits) -> Case:
-    dtype, op, row, full = EXPRESSIONS[int(rng.integers(limits.expressions))]
+    dtype, op, row, full = EXPRESSIONS[int(rng.integers(min(limits.expressions, len(EXPRESSIONS))))]
     most = max(1, int(limits.largest * rng.random() ** 3) // dtype.itemsize)
     columns = min(int(rng.choice([1, 3, 16, 64, 1003, 4096, most])), most)
     shape: tuple[int, ...] = (int(rng.integers(1, max(1, most // columns) + 1)), columns)
@@ -249,7 +156,7 @@ def draw_map(rng: np.random.Generator, own: np.random.Generator, ranks: int, lim
     return Case("map", op, tuple(inputs), (out,), more=more, **placed(how, 1))
 
 
-def small_values(case: Case, own: np.random.Generator, common: np.random.Generator) -> Values:
+def small_values(case: Case, rank: int, own: np.random.Generator, common: np.random.Generator) -> Values:
     """Those of the array, the row and the other operand."""
     values = []
     for which, one in enumerate(case.inputs):
@@ -328,7 +235,7 @@ def normed(shape: NormShape, in_place: str = "", **more: Any) -> Case:
     return Case("norm", shape, (rows, row, rows, one), outputs, over, alignment=16, **more)
 
 
-def values_of_norm(case: Case, own: np.random.Generator, common: np.random.Generator) -> Values:
+def values_of_norm(case: Case, rank: int, own: np.random.Generator, common: np.random.Generator) -> Values:
     """Those of x, the weight, the residual, and the given scale: but x, all are the same on all ranks."""
     x, weight, residual, _ = (
         reference.random_array(rng, one.shape, one.dtype, False)
@@ -396,7 +303,7 @@ class Kind(NamedTuple):
     """
 
     draw: Callable[[np.random.Generator, np.random.Generator, int, Limits], Case]
-    values: Callable[[Case, np.random.Generator, np.random.Generator], Values]
+    values: Callable[[Case, int, np.random.Generator, np.random.Generator], Values]
     call: Callable[[Any, Case, str, list[Any], list[Any]], list[Any] | None]
     expected: Callable[[Case, list[Values], int], list[Any]]
     right: Callable[[Case, Any, np.ndarray, np.ndarray, Values], bool]
@@ -414,9 +321,21 @@ def _same_bits(case: Case, comm: Any, found: np.ndarray, wanted: np.ndarray, val
     return norms.same(found, wanted)
 
 
+def is_split(case: Case, comm: Any, found: np.ndarray, wanted: np.ndarray, values: Values) -> bool:
+    """As of an all-reduce, or of bytes that are moved."""
+    if case.what.collective == "reduce_scatter" and comm.backend == "nccl":
+        return reference.near(found, values, case.what.op)
+    return (
+        found.tobytes() == wanted.tobytes()
+        if case.what.collective != "reduce_scatter"
+        else reference.same(found, wanted)
+    )
+
+
 KINDS = {
     "plain": Kind(draw_plain, values_of_any_kind, call_plain, reduced, is_reduction, everywhere=True),
     "list": Kind(draw_list, values_of_any_kind, call_list, reduced, is_reduction, list_ways),
     "map": Kind(draw_map, small_values, call_map, mapped, _same, alike=False, everywhere=True),
     "norm": Kind(draw_norm, values_of_norm, call_norm, norm_of, _same_bits, norm_ways, over_nccl=False),
+    "split": Kind(splits.draw, splits.values, splits.call, splits.expected, is_split, alike=False, everywhere=True),
 }

@@ -137,7 +137,7 @@ def _run_case(
     turns = []
     for turn in range(case.turns):
         values = [
-            kind.values(case, np.random.default_rng([*seeds, r, turn, 2]), np.random.default_rng([*seeds, turn, 3]))
+            kind.values(case, r, np.random.default_rng([*seeds, r, turn, 2]), np.random.default_rng([*seeds, turn, 3]))
             for r in range(ranks)
         ]
         turns.append((values, kind.expected(case, values, rank)))
@@ -164,7 +164,8 @@ def _run_case(
     assert all(len(one) == 1 for one in checksums), f"{case}: bits differ between communicators or ways"
     assert all(one == checksums for one in everyone), f"{case}: bits differ between the ranks: {everyone}"
     counted.update(f"{one.dtype.name} of {name}" for one in case.inputs)
-    counted.update({f"{name} {case.what}" if isinstance(case.what, str) else case.what.scales or "no scales": 1})
+    told = f"{name} {case.what}" if isinstance(case.what, str) else getattr(case.what, "scales", "") or "no scales"
+    counted.update({getattr(case.what, "collective", told): 1})
     return counted
 
 
@@ -197,7 +198,7 @@ def abandoned(module: Any, seconds: float = 1.0) -> int:
         comm.synchronize()
         launches._timeout = seconds  # of the kernel alone: start-up takes longer
         values = [
-            kind.values(case, np.random.default_rng([number, r]), np.random.default_rng(number))
+            kind.values(case, r, np.random.default_rng([number, r]), np.random.default_rng(number))
             for r in range(WORLD.size)
         ]
         played = Played(module, comm, case, np.random.default_rng([number, rank, 1]))

@@ -24,7 +24,7 @@ from tests.tools import machine
 SIM = Path(__file__).resolve().parent
 KERNELS = SIM.parents[1] / "kernels"
 INCLUDE = SIM / "include"
-FURTHER = frozenset({"PARTS", "SCALE", "CLUSTER"})  # macros of some kernels only
+FURTHER = frozenset({"PARTS", "MEMBERS", "SCALE", "CLUSTER"})  # macros of some kernels only
 TSAN = ("-fsanitize=thread", "-g1")
 KERNEL = ("-shared", "-nostdlib")  # the process has the libraries: to link them takes a tenth of the time
 

@@ -67,7 +67,7 @@ def noted(prepared: Prepared, launched: list[Launched]) -> Prepared:
     Only plain all-reduces of one array can be direct. Other calls stay as they are.
     """
     request = prepared.request
-    if request != request.without_epilogue() or request.is_list or request.sms is not None:
+    if request != request.without_epilogue() or request.is_list or request.sms is not None or request.split:
         return prepared
     notes = (_Noted(one, request, launched) if isinstance(one, KernelStep) else one for one in prepared.steps)
     return replace(prepared, steps=tuple(notes))

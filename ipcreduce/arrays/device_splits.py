@@ -1,0 +1,218 @@
+"""``allgather``, ``reduce_scatter`` and ``broadcast`` on arrays on a GPU, checked and brought into kernels' form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from ..calls.request import Member, Moved, Request
+from ..cuda import torch_runtime
+from ..dtypes import kind_name, op_name
+from ..errors import ArgumentError, naming_member
+from . import views
+from .lists import check_apart
+from .operands import PreparedCall, Site, check_device, check_own_elements, check_writable, new_result
+from .splits import BROADCAST, GATHER, Shape, SplitCall, Splitting, check_place
+
+
+class _Copied(NamedTuple):
+    """See :class:`Output`."""
+
+    target: Any
+    destination: Any
+
+
+class DeviceSplit:
+    """See :class:`DeviceCall`."""
+
+    def __init__(self, given: SplitCall, site: Site) -> None:
+        self._call, self._site = given, site
+        splitting = given.checked()
+        self._split = splitting.split
+        self._arrays: list[_Array] = []
+        for index, (array, out) in enumerate(zip(given.arrays, given.outputs, strict=True)):
+            with naming_member(index if given.is_list else None):
+                self._arrays.append(_Array(given, splitting, array, out, site))
+        if given.is_list and (given.out is not None or given.collective == BROADCAST):
+            check_apart([(one.source, one.target) for one in self._arrays])
+        if not given.is_list:
+            self._split = self._arrays[0].splitting.split
+        self.given: Sequence[Any] = [*given.arrays, *(out for out in given.outputs if out is not None)]
+
+    @property
+    def request(self) -> Request:
+        """See :class:`DeviceCall`."""
+        given, members = self._call, []
+        op = "" if given.op is None else op_name(given.op)
+        for index, one in enumerate(self._arrays):
+            with naming_member(index if given.is_list else None):
+                members.append(one.member)
+                op = one.op
+        return Request(op, tuple(members), is_list=given.is_list, sms=given.sms, split=self._split)
+
+    def place(self, prepared: PreparedCall) -> tuple[int, ...]:
+        """See :class:`DeviceCall`."""
+        for one, through in zip(self._arrays, prepared.through, strict=True):
+            one.settle(through, prepared.packed)
+        return tuple(chain.from_iterable((one.source_address, one.destination_address) for one in self._arrays))
+
+    @property
+    def held(self) -> Iterator[Any]:
+        """See :class:`DeviceCall`."""
+        for one in self._arrays:
+            yield from (one.source, one.destination, one.target)
+
+    @property
+    def written(self) -> Sequence[_Copied]:
+        """See :class:`DeviceCall`."""
+        return [*chain.from_iterable(one.copies() for one in self._arrays)]
+
+    @property
+    def result(self) -> Any:
+        """See :class:`DeviceCall`."""
+        if not self._call.is_list:
+            return self._arrays[0].result
+        results = [one.result for one in self._arrays]
+        return results if self._call.out is None and self._call.collective != BROADCAST else self.given_list
+
+    @property
+    def given_list(self) -> Any:
+        """The list that the program gets back: its own."""
+        return self._call.array if self._call.collective == BROADCAST else self._call.out
+
+
+class _Array:
+    """One array of a call, and its output: see :class:`DeviceOperands`.
+
+    :ivar whole: the shape of the whole array. :ivar result: what the call returns for it.
+    """
+
+    def __init__(self, call: SplitCall, splitting: Splitting, array: Any, out: Any, site: Site) -> None:
+        self._call, self._site = call, site
+        bytes_of = torch_runtime.float8_as_bytes if call.op is None else _as_it_is
+        self._dtype = getattr(array, "dtype", None)
+        source = views.view(bytes_of(array), site.stream, not site.recorded)
+        check_device(site.device, source, "array")
+        self.splitting, self.whole, part = splitting.of(source.shape)
+        if not source.ndim and call.collective == GATHER:
+            source = source.reshape(part)
+        if call.collective == BROADCAST:
+            self._take_in_place(call, array, source)
+        elif out is None:
+            form = self.whole if call.collective == GATHER else part
+            with site.allocating():
+                self.target, result = new_result(bytes_of(array), form, source.dtype, site)
+            self.result = torch_runtime.float8_of_bytes(result, array)
+        else:
+            self.target, self.result = self._output(bytes_of(out), out, source, part), out
+        self.source, self.destination = source, self.target
+        self._packed = False
+
+    def _take_in_place(self, call: SplitCall, array: Any, source: Any) -> None:
+        self.target, self.result = source, array
+        if call.rank != call.root:
+            check_writable(array, array, "array")
+            check_own_elements(source, "array")
+
+    def _output(self, given: Any, out: Any, source: Any, part: Shape) -> Any:
+        gathers, site = self._call.collective == GATHER, self._site
+        if not views.is_device(given, "out"):
+            raise ArgumentError("array lies on the GPU, but out on the host. Pass an array on the same GPU as out")
+        target = views.view(given, site.stream, not site.recorded)
+        check_form(target, self.whole if gathers else part, source.dtype)
+        check_device(site.device, target, "out")
+        check_writable(out, out)
+        check_own_elements(target)
+        whole = target if gathers else source
+        place = whole[self.splitting.place(self.whole, self.splitting.rank)]
+        other = source if gathers else target
+        what = "array this rank's part of out" if gathers else "out this rank's part of array"
+        check_place(what, views.same_elements(place, other), views.share_memory(source, target))
+        return target
+
+    @property
+    def op(self) -> str:
+        """One of ``dtypes.OPS``; "" where nothing is reduced."""
+        return "" if self._call.op is None else op_name(self._call.op, self.source.dtype)
+
+    @property
+    def member(self) -> Member | Moved:
+        """The array as the ranks compare it. :raises ArgumentError: if it cannot be reduced so."""
+        if self._call.op is not None:
+            return Member(self.whole, kind_name(self.source.dtype, self.op))
+        return Moved(self.whole, str(self._dtype).rpartition(".")[2], self.source.itemsize)
+
+    def settle(self, through: Any, packed: bool) -> None:
+        """Make the copies that kernels need: contiguous ones, of dtype ``through`` if one is given.
+
+        :param packed: the parts lie one behind the other, in place of their rows.
+        """
+        site, gathers = self._site, self._call.collective == GATHER
+        rows = self.splitting.split.rows(self.whole, 1, self.splitting.n).rows
+        self._packed = packed and rows > 1
+        with site.allocating():
+            if self._packed and not gathers:
+                self.source = self._pack(self.source, through)
+            elif through is not None or not views.is_contiguous(self.source):
+                self.source = views.contiguous_copy(self.source, site.stream, through)
+            if self._call.collective == BROADCAST:
+                self.destination = self.source
+            elif through is not None or not views.is_contiguous(self.target) or (self._packed and gathers):
+                dtype = self.target.dtype if through is None else through
+                self.destination = views.empty(self.target.shape, dtype, site.stream, site.device)
+        self._check_alignment()
+
+    def _pack(self, source: Any, dtype: Any) -> Any:
+        site, dtype = self._site, dtype or source.dtype
+        packed = views.empty(source.shape, dtype, site.stream, site.device)
+        for part, place in self._parts(packed, source):
+            views.copy_into(part, place, site.stream)
+        return packed
+
+    def _parts(self, packed: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
+        """The part of each rank in an array where they lie one behind the other, and in the whole array."""
+        flat, begin = packed.reshape(-1), 0
+        for rank in range(self.splitting.n):
+            place = whole[self.splitting.place(self.whole, rank)]
+            yield flat[begin : begin + place.size].reshape(place.shape), place
+            begin += place.size
+
+    def _check_alignment(self) -> None:
+        itemsize = self.source.itemsize
+        unit = min(itemsize & -itemsize, 8)
+        for address in (self.source_address, self.destination_address):
+            if address % unit:
+                raise ArgumentError(
+                    f"address {address:#x} of array or out is no multiple of {unit}. Copy it to a new array first"
+                )
+
+    @property
+    def source_address(self) -> int:
+        """Where kernels read."""
+        return views.pointer(self.source)
+
+    @property
+    def destination_address(self) -> int:
+        """Where kernels write."""
+        return views.pointer(self.destination)
+
+    def copies(self) -> Iterator[_Copied]:
+        """What the caller copies from where kernels write to where the result belongs."""
+        if self._packed and self._call.collective == GATHER:
+            yield from (_Copied(place, part) for part, place in self._parts(self.destination, self.target))
+        elif not (self._call.collective == BROADCAST and self._call.rank == self._call.root):
+            yield _Copied(self.target, self.destination)
+
+
+def _as_it_is(array: Any) -> Any:
+    return array
+
+
+def check_form(out: Any, shape: Shape, dtype: Any) -> None:
+    """Compare shape and dtype of an output. :raises ArgumentError: if it has others."""
+    if out.shape != shape or out.dtype != dtype:
+        raise ArgumentError(
+            f"out has shape {out.shape} and dtype {out.dtype}, but the result has shape {shape} and dtype {dtype}. "
+            "Pass an out of that form, or leave out= away for a new array"
+        )

@@ -1,0 +1,150 @@
+"""``allgather``, ``reduce_scatter`` and ``broadcast`` on arrays on the host, checked and brought into rows of bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..calls.request import Member, Moved, Request, Split
+from ..cuda import torch_runtime
+from ..dtypes import KINDS, kind_name, op_name, reduced_as
+from ..errors import ArgumentError, naming_member
+from . import views
+from .device_splits import check_form
+from .host_operands import Array, as_numpy
+from .lists import check_apart
+from .operands import check_own_elements, check_writable
+from .splits import BROADCAST, GATHER, SCATTER, SplitCall, Splitting, check_place
+
+
+class HostSplit:
+    """See :class:`HostCall`."""
+
+    def __init__(self, given: SplitCall) -> None:
+        self._call, splitting = given, given.checked()
+        self.arrays: list[HostSplitArray] = []
+        for index, (array, out) in enumerate(zip(given.arrays, given.outputs, strict=True)):
+            with naming_member(index if given.is_list else None):
+                self.arrays.append(HostSplitArray(given, splitting, array, out))
+        no_arrays = given._replace(collective=BROADCAST, op=None), Splitting(Split(BROADCAST), given.rank, given.n)
+        self.exchanged = self.arrays or [
+            HostSplitArray(*no_arrays, np.empty(0, np.uint8), None)
+        ]  # it waits all the same
+        if given.is_list and (given.out is not None or given.collective == BROADCAST):
+            check_apart([(one.source, one.target) for one in self.arrays])
+        split = splitting.split if given.is_list else self.arrays[0].splitting.split
+        op = "" if given.op is None else self.arrays[0].op if self.arrays else op_name(given.op)
+        members = tuple(one.member for one in self.arrays)
+        self.request = Request(op, members, is_list=given.is_list, on_host=True, sms=given.sms, split=split)
+
+    def finish(self) -> Any:
+        """The call's result, once each array is exchanged."""
+        results = [one.finish() for one in self.arrays]
+        if not self._call.is_list:
+            return results[0]
+        if self._call.collective == BROADCAST:
+            return self._call.array
+        return results if self._call.out is None else self._call.out
+
+
+class HostSplitArray:
+    """One array of a call, and its output.
+
+    :ivar root: of a broadcast; else None. :ivar op: one of ``dtypes.OPS``; "" where nothing is reduced.
+    :ivar sources: contiguous arrays of one axis: of a reduce-scatter each rank's part; else this rank's part alone.
+    :ivar targets: contiguous arrays of one axis, for the results: of a reduce-scatter this rank's part; else all parts.
+    """
+
+    def __init__(self, call: SplitCall, splitting: Splitting, array: Any, out: Any) -> None:
+        self._collective, self._call, self._array, self._out = call.collective, call, array, out
+        self.root = splitting.split.root if call.collective == BROADCAST else None
+        gathers = call.collective == GATHER
+        source = as_numpy(torch_runtime.float8_as_bytes(array) if call.op is None else array, "array")
+        if isinstance(array, views.NUMBERS) and not gathers:
+            raise ArgumentError(f"array is a number, and {call.collective} takes arrays. Pass numpy.asarray(it)")
+        self._dtype = getattr(array, "dtype", source.dtype)
+        self.splitting, self.whole, self.part = splitting.of(source.shape)
+        self.source = source.reshape(self.part) if gathers and not source.ndim else source
+        self.op = "" if call.op is None else op_name(call.op, source.dtype)
+        self._reduced = np.dtype(np.uint8) if call.op is None else KINDS[reduced_as(kind_name(source.dtype, self.op))]
+        if call.collective == BROADCAST:
+            self.target: Array = source
+            if call.rank != call.root:
+                check_writable(source, array, "array")
+                check_own_elements(source, "array")
+        elif out is None:
+            self.target = np.empty(self.whole if gathers else self.part, source.dtype)
+        else:
+            self.target = self._output(out)
+        self._prepare()
+
+    def _output(self, out: Any) -> Array:
+        call, gathers = self._call, self._collective == GATHER
+        if isinstance(out, views.NUMBERS) or views.is_device(out, "out"):
+            raise ArgumentError(
+                f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array as out"
+            )
+        target = as_numpy(torch_runtime.float8_as_bytes(out) if call.op is None else out, "out")
+        check_form(target, self.whole if gathers else self.part, self.source.dtype)
+        check_writable(target, out)
+        check_own_elements(target)
+        place = (target if gathers else self.source)[self.splitting.place(self.whole, call.rank)]
+        other = self.source if gathers else target
+        what = "array this rank's part of out" if gathers else "out this rank's part of array"
+        is_place = place.__array_interface__["data"] == other.__array_interface__["data"] and (
+            place.strides == other.strides or place.flags.c_contiguous
+        )
+        check_place(what, is_place, views.share_memory(self.source, target))
+        return target
+
+    @property
+    def member(self) -> Member | Moved:
+        """The array as the ranks compare it."""
+        if self.op:
+            return Member(self.whole, kind_name(self.source.dtype, self.op))
+        return Moved(self.whole, str(self._dtype).rpartition("torch.")[2], self.source.itemsize)
+
+    def _prepare(self) -> None:
+        call, n = self._call, self.splitting.n
+        if self._collective == BROADCAST:
+            flat = self._flat(self.source)
+            self.sources, nothing = [flat], flat[:0]
+            self.targets = [flat if rank == call.root else nothing for rank in range(n)]
+            if call.rank != call.root:
+                self.sources = [nothing]
+            self._copied = flat
+            return
+        places = [self.splitting.place(self.whole, rank) for rank in range(n)]
+        if self._collective == SCATTER:
+            self.sources = [self._flat(self.source[place]) for place in places]
+            self.targets = [self._flat(self.target)]
+        else:
+            self.sources = [self._flat(self.source)]
+            self.targets = [self._flat(self.target[place]) for place in places]
+        self._places = places
+
+    def _flat(self, array: Array) -> Array:
+        """The elements in the same memory, if they are contiguous there; else a copy."""
+        return np.ascontiguousarray(array).reshape(-1).view(self._reduced)
+
+    def finish(self) -> Any:
+        """Copy results to where they belong. Returns what the call returns for this array."""
+        if self._collective == BROADCAST:
+            if self._call.rank != self._call.root:
+                self._put(self.target, self._copied)
+            return self._array
+        if self._collective == SCATTER:
+            self._put(self.target, self.targets[0])
+        else:
+            for place, part in zip(self._places, self.targets, strict=True):
+                self._put(self.target[place], part)
+        if self._out is not None:
+            return self._out
+        if torch_runtime.is_tensor(self._array):
+            return torch_runtime.float8_of_bytes(torch_runtime.of_numpy(self.target), self._array)
+        return self.target
+
+    def _put(self, target: Array, flat: Array) -> None:
+        if not np.may_share_memory(target, flat):
+            target[...] = flat.view(target.dtype).reshape(target.shape)

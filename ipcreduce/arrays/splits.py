@@ -1,0 +1,186 @@
+"""The arguments of ``allgather``, ``reduce_scatter`` and ``broadcast``: which part of which array is which rank's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..calls.request import Split
+from ..errors import ArgumentError
+from ..texts import shown
+from . import lists, views
+from .operands import Site
+
+if TYPE_CHECKING:
+    from .device_splits import DeviceSplit
+    from .host_splits import HostSplit
+
+GATHER, SCATTER, BROADCAST = "all-gather", "reduce-scatter", "broadcast"
+Shape = tuple[int, ...]
+
+
+class SplitCall(NamedTuple):
+    """The arguments, as they are given.
+
+    :ivar collective: one of the names above. :ivar rank: this one, of ``n``.
+    """
+
+    collective: str
+    rank: int
+    n: int
+    array: Any
+    op: Any = None
+    out: Any = None
+    axis: Any = 0
+    sizes: Any = None
+    root: Any = 0
+    sms: Any = None
+
+    @property
+    def is_list(self) -> bool:
+        """True for a list of arrays."""
+        return lists.is_list(self.array)
+
+    @property
+    def arrays(self) -> Sequence[Any]:
+        """The arrays of the call."""
+        return self.array if self.is_list else [self.array]
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """The output of each array: None for a new one. :raises ArgumentError: see :func:`lists.outputs`."""
+        if self.collective == BROADCAST:
+            return self.arrays
+        return lists.outputs(self.array, self.out) if self.is_list else [self.out]
+
+    @property
+    def first(self) -> Any:
+        """The array of whose library the current stream is."""
+        return self.arrays[0] if self.arrays else None
+
+    def on_device(self) -> bool | None:
+        """True if all arrays lie on a GPU, False if they lie on the host, None for an empty list."""
+        return lists.on_device(self.array) if self.is_list else views.is_device(self.array)
+
+    def check_streams(self) -> None:
+        """See :func:`lists.check_streams`."""
+        lists.check_streams(self.arrays)
+
+    def for_device(self, site: Site) -> DeviceSplit:
+        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
+        from .device_splits import DeviceSplit
+
+        return DeviceSplit(self, site)
+
+    def for_host(self) -> HostSplit:
+        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
+        from .host_splits import HostSplit
+
+        return HostSplit(self)
+
+    def checked(self) -> Splitting:
+        """Check the arguments that say how arrays are split. :raises ArgumentError: if one is wrong."""
+        if self.collective == BROADCAST:
+            root = _whole_number(self.root, "root")
+            if not 0 <= root < self.n:
+                raise ArgumentError(f"root is {root}. Pass a rank from 0 to {self.n - 1}")
+            return Splitting(Split(BROADCAST, root=root), self.rank, self.n)
+        axis, sizes = _whole_number(self.axis, "axis"), None
+        if self.sizes is not None:
+            if not isinstance(self.sizes, (list, tuple, np.ndarray)) or len(self.sizes) != self.n:
+                raise ArgumentError(
+                    f"sizes is {shown(self.sizes)}. Pass {self.n} ints, the length of each rank's part along axis"
+                )
+            sizes = tuple(_whole_number(size, "a member of sizes") for size in self.sizes)
+            if min(sizes) < 0:
+                raise ArgumentError(f"sizes is {[*sizes]}. Pass lengths of 0 or more")
+        return Splitting(Split(self.collective, axis, sizes), self.rank, self.n)
+
+
+def _whole_number(value: Any, name: str) -> int:
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ArgumentError(f"{name} is {shown(value)}. Pass an int")
+
+
+class Splitting(NamedTuple):
+    """A split, for the arrays of one rank."""
+
+    split: Split
+    rank: int
+    n: int
+
+    def of(self, shape: Shape) -> tuple[Splitting, Shape, Shape]:
+        """The same for an array of this shape, with an axis from 0 on; the whole array's shape, and this rank's part's.
+
+        :raises ArgumentError: if such an array cannot be split so.
+        """
+        collective, axis, sizes, _ = self.split
+        if collective == BROADCAST:
+            return self, shape, shape
+        if not shape and collective == GATHER:
+            shape = (1,)  # a number, which has a place of its own
+        if not -len(shape) <= axis < len(shape):
+            raise ArgumentError(
+                f"axis is {axis}, and array has {len(shape)} dimensions. "
+                + (f"Pass an axis from {-len(shape)} to {len(shape) - 1}" if shape else "Pass an array with one")
+            )
+        axis %= len(shape)
+        whole = part = shape[axis]
+        if collective == GATHER:
+            whole = self._gathered(part)
+        else:
+            part = self._scattered(whole)
+        found = self._replace(split=self.split._replace(axis=axis, sizes=sizes))
+        before, behind = shape[:axis], shape[axis + 1 :]
+        return found, (*before, whole, *behind), (*before, part, *behind)
+
+    def _gathered(self, length: int) -> int:
+        sizes = self.split.sizes
+        if sizes is None:
+            return length * self.n
+        if sizes[self.rank] != length:
+            raise ArgumentError(
+                f"array has length {length} along axis {self.split.axis}, but sizes={[*sizes]} says "
+                f"{sizes[self.rank]} for rank {self.rank}. Pass the length of each rank's array"
+            )
+        return sum(sizes)
+
+    def _scattered(self, length: int) -> int:
+        sizes = self.split.sizes
+        if sizes is None:
+            if length % self.n:
+                raise ArgumentError(
+                    f"array has length {length} along axis {self.split.axis}, which {self.n} ranks do not divide. Pass "
+                    "sizes=, the length of each rank's part"
+                )
+            return length // self.n
+        if sum(sizes) != length:
+            raise ArgumentError(
+                f"array has length {length} along axis {self.split.axis}, but sizes={[*sizes]} makes {sum(sizes)}. "
+                "Pass lengths that make up the array's"
+            )
+        return sizes[self.rank]
+
+    def place(self, shape: Shape, rank: int) -> tuple[slice, ...]:
+        """Where a rank's part is in a whole array of this shape."""
+        _, axis, sizes, _ = self.split
+        lengths = sizes or (shape[axis] // self.n,) * self.n
+        begin = [*accumulate(lengths, initial=0)][rank]
+        return (*(slice(None),) * axis, slice(begin, begin + lengths[rank]))
+
+
+def check_place(what: str, is_place: bool, shares: bool) -> None:
+    """Check an output that may be a part of the input, or the other way round.
+
+    :param what: that part, in words. :raises ArgumentError: if the two share memory in any other way.
+    """
+    if shares and not is_place:
+        raise ArgumentError(f"out shares memory with array. Pass an out that shares none, or make {what}")

@@ -1,0 +1,162 @@
+"""Repeated all-gathers, reduce-scatters and broadcasts of one array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from ...arrays.splits import BROADCAST, GATHER
+from ...calls.request import Rows
+from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, library_of
+from ..prepared import Prepared, Ready
+
+
+class SplitKey(NamedTuple):
+    """The arguments of a call but for its arrays, all of which are str, int, None or tuples of int."""
+
+    collective: str
+    op: str | None
+    axis: int
+    sizes: tuple[int, ...] | None
+    root: int
+    sms: int | None
+
+
+_Ids = tuple[int, int, SplitKey]  # of array and out
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """See :class:`Layout`.
+
+    :ivar shape: of the result. :ivar place: where this rank's part lies in the whole array; -1 if it has gaps there.
+    :ivar unit: addresses are multiples of so many bytes.
+    """
+
+    shape: tuple[int, ...]
+    part: int
+    whole: int
+    place: int
+    unit: int
+    gathers: bool
+
+    def settle(self, addresses: tuple[int, int], new: bool) -> tuple[int, int] | None:
+        part, whole = addresses if self.gathers else addresses[::-1]
+        apart = part + self.part <= whole or whole + self.whole <= part
+        return addresses if (part | whole) % self.unit == 0 and (apart or part == whole + self.place) else None
+
+
+class SplitHits:
+    """The calls on one array that have come before. The communicator's lock is held around every method."""
+
+    def __init__(self, cache: LaunchCache, rank: int, n: int) -> None:
+        self._cache, self._device, self._objects, self._rank, self._n = cache, cache.device, cache.objects, rank, n
+
+    def find(self, array: Any, key: SplitKey | None, out: Any, stream: Any) -> Found:
+        """A call that can be ready. ``out`` of a broadcast is its array. No ``key``: none of its calls can."""
+        if key is None:
+            return NOT_READY
+        ids = id(array), id(out), key
+        known = self._objects.get(ids)
+        if known is None:
+            return self._unknown(ids, array, out, stream)
+        if known.read is None:
+            if (array.shape, None if out is None else out.shape) != known.more:
+                return NOT_READY
+        elif known.read((array,) if out is array or out is None else (array, out)) != known.addresses:
+            self._cache.evict(ids)
+            return self._unknown(ids, array, out, stream)
+        current = self._cache.current(known.library, stream, out is None)
+        if current is None:
+            return NOT_READY
+        if out is not None:
+            return known.ready, out, current
+        if not self._cache.can_allocate(current):
+            return NOT_READY
+        result, target = known.library.empty(array, known.form.layout.shape, array.dtype, self._device)
+        if not target:
+            return NOT_READY
+        ready = known.to_new.get(target) or self._cache.to_new(known, (known.source, target), target)
+        return ready, result, current
+
+    def _unknown(self, ids: _Ids, array: Any, out: Any, stream: Any) -> Found:
+        """Do the same as :meth:`find` for objects that are not known."""
+        cache, key = self._cache, ids[2]
+        looked = self._look(array, out)
+        form = None if looked is None else cache.forms.get((key, *looked[1:3]))
+        if looked is None or form is None or (out is not None and looked[4] != form.layout.shape):
+            return NOT_READY
+        library, shape, _, source, _, target = looked
+        current = cache.current(library, stream, out is None)
+        if current is None:
+            return NOT_READY
+        result = out
+        if out is None:
+            if not cache.can_allocate(current):
+                return NOT_READY
+            result, target = library.empty(array, form.layout.shape, array.dtype, self._device)
+            if not target:
+                return NOT_READY
+        addresses = source, target
+        ready = cache.places.get((form, addresses))
+        if ready is None:
+            ready = cache.at(form, addresses, out is None, partial(self._know, ids, array, out, source, shape))
+            if ready is None:
+                return NOT_READY
+        return ready, result, current
+
+    def _look(self, array: Any, out: Any) -> tuple[Any, Any, Any, int, Any, int] | None:
+        """Library, shape, dtype and address of the array, and shape and address of the output; None without a form."""
+        library = library_of(array)
+        place = library.plain(array, self._device)
+        if place is None:
+            return None
+        source, shape, dtype = place
+        if out is array or out is None:
+            return library, shape, dtype, source, shape, source
+        other = library.plain(out, self._device)
+        if other is None or other[2] != dtype:
+            return None
+        return library, shape, dtype, source, other[1], other[0]
+
+    def _know(self, ids: _Ids, array: Any, out: Any, source: int, shape: Any, form: Form, ready: Ready) -> None:
+        if form.library.can_be_known(array.dtype):
+            objects = (array,) if out is None or out is array else (array, out)
+            known = Known(form, ready, source, (shape, None if out is None else out.shape))
+            self._cache.insert(ids, known, objects, objects)
+
+    def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
+        """A call's form and its key, after it was made by the usual way."""
+        key = key_of(given)
+        if key is None or not prepared.nbytes or prepared.packed:
+            return None
+        looked = self._look(given.array, result if given.collective == BROADCAST else given.out)
+        if looked is None:
+            return None
+        library, shape, dtype, *_ = looked
+        member, split = prepared.request.members[0], prepared.request.split
+        if library.dtype_of(dtype) is None or not shape or split is None:
+            return None
+        rows: Rows = split.rows(member.shape, member.itemsize, self._n)
+        gathers = key.collective == GATHER
+        place = rows.offsets[self._rank] if rows.rows == 1 else -1
+        part = rows.rows * rows.widths[self._rank]
+        unit = min(member.itemsize & -member.itemsize, 8)
+        if key.collective == BROADCAST:
+            place, part = 0, rows.pitch
+        layout = _Layout(tuple(result.shape), part, rows.rows * rows.pitch, place, unit, gathers)
+        return (key, shape, dtype), Form(prepared, library, layout)
+
+
+def key_of(given: Any) -> SplitKey | None:
+    """The key of a call, as a ``SplitCall``; None if it is on a list, or an argument is of no simple type."""
+    sizes = given.sizes
+    if type(sizes) in (list, tuple) and all(type(size) is int for size in sizes):
+        sizes = tuple(sizes)
+    elif sizes is not None:
+        return None
+    simple = type(given.axis) is int is type(given.root) and (given.sms is None or type(given.sms) is int)
+    if not simple or (given.op is not None and type(given.op) is not str) or given.is_list:
+        return None
+    return SplitKey(given.collective, given.op, given.axis, sizes, given.root, given.sms)

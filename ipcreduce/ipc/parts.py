@@ -1,0 +1,163 @@
+"""The launches of gather.cu and scatter.cu: of all-gather, broadcast and reduce-scatter.
+
+All arrays of a call go in one launch, which has a table of them as arguments (kernels/parts.cuh), up to the room that
+the workspace and the table have. What does not fit goes in further launches: whole rows, or packets of a long row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+
+import numpy as np
+
+from ..calls.request import Request, Rows
+from ..device.arguments import ARG_WORDS, IN, Setter, Words
+from ..dtypes import reduced_as
+from . import lists
+from .plan import BYTES, PACKET_BYTES
+
+KERNELS = {"all-gather": "gather", "broadcast": "gather", "reduce-scatter": "scatter"}
+# The most arrays of a launch: one has a kernel of its own, and then as many as fit into 4 KB and 32,764 bytes.
+ONE, SHORT, LONG = 1, 25, 213
+_PART, _WHOLE, _PITCH, _OFFSETS, _WIDTHS, _FIRST = 0, 1, 2, 3, 11, 15  # words of struct Member
+MEMBER_WORDS, TABLE_WORDS = 19, 4  # of struct Member; of struct PartsTable before the members
+_UNUSED = 0xFFFFFFFF  # the first packet of a member that is not in use
+_UNSIGNED = {8: "uint64", 4: "uint32", 2: "uint16", 1: "uint8"}
+
+
+@dataclass
+class Piece:
+    """What a launch takes of an array.
+
+    :ivar member: its index. :ivar part: bytes of this rank's part that come before. :ivar whole: of the whole array.
+    :ivar first: by rank, its first packet in the launch.
+    """
+
+    member: int
+    part: int
+    whole: int
+    rows: Rows
+    first: list[int]
+
+
+@dataclass
+class Plan:
+    """One launch. :ivar packets: by rank, those of its message."""
+
+    packets: list[int]
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """The packets of the longest message; at least one."""
+        return max(1, *self.packets)
+
+
+def make_plan(every: Mapping[int, Rows], rank: int, most_packets: int, most_pieces: int) -> list[Plan]:
+    """Plan the launches, in order, of arrays that are split so. All but ``Piece.part`` is the same on every rank.
+
+    :param every: by member of the call. :param most_packets: of a message. :param most_pieces: of a launch.
+    """
+    n = max((len(rows.widths) for rows in every.values()), default=0)
+    plans = [Plan([0] * n)]
+    for member, rows in every.items():
+        done = 0
+        per_row = [-(-width // PACKET_BYTES) for width in rows.widths]
+        while done < rows.rows and any(per_row):
+            now = plans[-1]
+            fitting = min((most_packets - used) // one for used, one in zip(now.packets, per_row, strict=True) if one)
+            taken = min(fitting, rows.rows - done)
+            if len(now.pieces) < most_pieces and taken:
+                part, whole = done * rows.widths[rank], done * rows.pitch
+                now.pieces.append(Piece(member, part, whole, rows, now.packets))
+                now.packets = [used + taken * one for used, one in zip(now.packets, per_row, strict=True)]
+                done += taken
+            elif now.pieces:
+                plans.append(Plan([0] * n))
+            else:
+                plans[-1:] = [*_of_row(member, rows, done, rank, most_packets), Plan([0] * n)]
+                done += 1
+    return [plan for plan in plans if plan.pieces]
+
+
+def _of_row(member: int, rows: Rows, row: int, rank: int, most_packets: int) -> Iterator[Plan]:
+    """The launches of one row that is too long for one."""
+    most = most_packets * PACKET_BYTES
+    for begin in range(0, max(rows.widths), most):
+        widths = [min(max(width - begin, 0), most) for width in rows.widths]
+        part, whole = row * rows.widths[rank] + begin, row * rows.pitch + begin
+        piece = Piece(member, part, whole, rows._replace(widths=tuple(widths)), [0] * len(widths))
+        yield Plan([-(-width // PACKET_BYTES) for width in widths], [piece])
+
+
+def places(plan: Plan) -> int:
+    """The places in the table of a launch."""
+    return next(most for most in (ONE, SHORT, LONG) if len(plan.pieces) <= most)
+
+
+def table(plan: Plan) -> Words:
+    """The words of struct PartsTable, in which the addresses are still to be set."""
+    count, n = places(plan), len(plan.packets)
+    words = np.zeros(TABLE_WORDS + count * MEMBER_WORDS, np.uint64)
+    words[:TABLE_WORDS].view(np.uint32)[:n] = [max(1, packets) for packets in plan.packets]
+    members = words[TABLE_WORDS:].reshape(count, MEMBER_WORDS)
+    first = members[:, _FIRST:].view(np.uint32)
+    first[len(plan.pieces) :] = _UNUSED
+    for words_of, piece, begin in zip(members, plan.pieces, first, strict=False):
+        words_of[_PITCH] = piece.rows.pitch
+        words_of[_OFFSETS : _OFFSETS + n] = piece.rows.offsets
+        words_of[_WIDTHS:_FIRST].view(np.uint32)[:n] = piece.rows.widths
+        begin[:n] = piece.first
+    return words
+
+
+def most_pieces(most_parts: int) -> int:
+    """The most arrays of a launch, as :func:`lists.most_parts` says of lists."""
+    return LONG if most_parts == lists.LONG else SHORT
+
+
+def together(request: Request, n: int) -> Iterator[tuple[str, str, dict[int, Rows]]]:
+    """The members of a call that one launch can take.
+
+    Each come as the dtype for which the kernel is compiled, the kind in :data:`plan.CODES`, and the places of the parts
+    by member. What is not reduced is moved as unsigned integers.
+    """
+    assert request.split is not None
+    rows = {index: request.split.rows(one.shape, one.itemsize, n) for index, one in enumerate(request.members)}
+    if not request.op:
+        dtype = _UNSIGNED[min((unit(one.itemsize) for one in request.members), default=1)]
+        yield dtype, BYTES, rows
+        return
+    for kind in dict.fromkeys(one.kind for one in request.members):
+        every = {index: rows[index] for index, one in enumerate(request.members) if one.kind == kind}
+        yield reduced_as(kind), kind, every
+
+
+def unit(itemsize: int) -> int:
+    """The largest power of two up to 8 that divides an itemsize."""
+    return min(itemsize & -itemsize, max(_UNSIGNED))
+
+
+def setter(plan: Plan, words: memoryview, *, gathers: bool) -> Setter:
+    """For the addresses of source and target of each array of a call, one behind the other.
+
+    :param gathers: the source is the part, and the target the whole array; else it is the other way round.
+    """
+    steps, found = 0, []  # the word, the index of the address, and the bytes before
+    for index, piece in enumerate(plan.pieces):
+        word = ARG_WORDS + TABLE_WORDS + index * MEMBER_WORDS
+        part, whole = 2 * piece.member + (not gathers), 2 * piece.member + gathers
+        found += [(word + _PART, part, piece.part), (word + _WHOLE, whole, piece.whole)]
+        steps |= reduce(or_, (*piece.rows.offsets, *piece.rows.widths), piece.rows.pitch)
+
+    def set_addresses(addresses: Sequence[int]) -> None:
+        bits = steps
+        for word, index, skipped in found:
+            words[word] = address = addresses[index] + skipped
+            bits |= address
+        words[IN] = bits  # by which the kernel sees alignment
+
+    return set_addresses

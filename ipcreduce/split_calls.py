@@ -1,0 +1,107 @@
+"""The communicator's collectives that split arrays among the ranks: all-gather, reduce-scatter, broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall
+from .calls import turns
+from .device.hits.splits import key_of
+from .options import checked_sms
+from .types import Op
+
+if TYPE_CHECKING:
+    from .open_communicator import OpenCommunicator
+
+Sizes = Sequence[int] | None
+
+
+class SplitCalls:
+    """The two halves of an all-reduce, and the broadcast. :class:`ipcreduce.Communicator` has them."""
+
+    _open: OpenCommunicator
+
+    def _call(self, given: Any, stream: Any) -> Any:
+        raise NotImplementedError
+
+    def allgather(
+        self, array: Any, *, axis: int = 0, sizes: Sizes = None, out: Any = None, sms: int | None = None,
+        stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Every rank's ``array``, one behind the other along ``axis``, in the order of the ranks.
+
+        With 2 ranks and arrays of shape (3, 4), the result has shape (6, 4), and with ``axis=1`` shape (3, 8). Bytes
+        are moved as they are, whatever they mean.
+
+        :param array: as for :meth:`allreduce`, of any dtype; the same dtype on every rank, and the same shape, but for
+            the lengths along ``axis`` that ``sizes`` says. A number, or an array without dimensions, counts as one of
+            shape (1,). Or a list of arrays, of any dtypes, which is one call.
+        :param axis: from -ndim to ndim - 1; the same on every rank, as ``sizes``.
+        :param sizes: the length along ``axis`` of each rank's array, 0 or more; None if they are equal. For a list it
+            holds for each of its arrays.
+        :param out: the array for the result. ``array`` may be this rank's own place in it, ``out[0:3]`` on rank 0 in
+            the example; it shares no other memory with it. For a list, a list of such arrays.
+        :param sms: the most blocks that exchange data, as for :meth:`allreduce`. :param stream: as there.
+        :returns: ``out``, or a new C-contiguous array of the library of ``array``. For a list a list. For a number an
+            array of NumPy.
+        :raises ArgumentError: if this rank's arguments are wrong. The other ranks get :class:`PeerFailedError`.
+        :raises RankMismatchError: if the ranks' calls differ.
+        :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.
+
+        What :meth:`allreduce` says of errors holds here, too. Source of the algorithm: kernels/gather.cu.
+        """
+        return self._split(GATHER, array, None, out, stream, axis=axis, sizes=sizes, sms=sms)
+
+    def reduce_scatter(
+        self, array: Any, op: Op = "sum", *, axis: int = 0, sizes: Sizes = None, out: Any = None,
+        sms: int | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """This rank's part, along ``axis``, of the reduction of every rank's ``array``.
+
+        With 2 ranks and arrays of shape (6, 4), rank 0 gets rows 0 to 2 of ``allreduce(array, op)``, and rank 1 rows 3
+        to 5. With backend "ipc" and on the host the bits are those of :meth:`allreduce`.
+
+        :param array: as for :meth:`allreduce`; no number, and no array without dimensions. Or a list of arrays, of any
+            shapes and dtypes, which is one call.
+        :param op: as for :meth:`allreduce`.
+        :param axis: from -ndim to ndim - 1; the same on every rank, as ``sizes``.
+        :param sizes: the length along ``axis`` of each rank's part, 0 or more, which make up the array's; None for
+            equal parts.
+        :param out: the array for the result. It may be this rank's part of ``array``, and shares no other memory with
+            it. For a list, a list of such arrays.
+        :param sms: the most blocks that exchange data, as for :meth:`allreduce`. :param stream: as there.
+        :returns: ``out``, or a new C-contiguous array of the library of ``array``. For a list a list.
+        :raises IpcReduceError: as :meth:`allgather` does. ArgumentError also if the ranks do not divide the length, and
+            ``sizes`` is None.
+
+        Source of the algorithm: kernels/scatter.cu.
+        """
+        return self._split(SCATTER, array, op, out, stream, axis=axis, sizes=sizes, sms=sms)
+
+    def broadcast(self, array: Any, root: int = 0, *, sms: int | None = None, stream: Any = None) -> Any:
+        """Rank ``root``'s values of ``array`` on every rank, in place.
+
+        :param array: as for :meth:`allgather`, of the same shape and dtype on every rank; no number. On rank ``root``
+            it may be read-only. Or a list of arrays, which is one call.
+        :param root: the same on every rank.
+        :param sms: the most blocks that exchange data, as for :meth:`allreduce`. :param stream: as there.
+        :returns: ``array``.
+        :raises IpcReduceError: as :meth:`allgather` does.
+        """
+        return self._split(BROADCAST, array, None, None, stream, root=root, sms=sms)
+
+    def _split(self, collective: str, array: Any, op: Any, out: Any, stream: Any, **more: Any) -> Any:
+        parts = self._open
+        given = SplitCall(collective, parts.ranks.rank, parts.ranks.size, array, op, out, **more)
+        fast, usual = parts.fast, partial(self._split_within, given)  # once: another thread may close the communicator
+        if fast is None:
+            return turns.make(parts.calls, usual, array, None, out, stream)
+        written = array if collective == BROADCAST else out
+        return fast.make(None, usual, array, key_of(given), written, stream, fast.find_split)
+
+    def _split_within(self, given: SplitCall, _array: Any, _key: Any, _out: Any, stream: Any) -> Any:
+        if given.sms is not None:
+            checked_sms(given.sms)
+        return self._call(given, stream)

@@ -121,11 +121,12 @@ class Split(NamedTuple):
         if self.collective == "broadcast":
             nbytes = math.prod(shape) * itemsize
             return Rows(1, nbytes, (0,) * n, tuple(nbytes if rank == self.root else 0 for rank in range(n)))
-        inner = math.prod(shape[self.axis + 1 :]) * itemsize
-        sizes = self.sizes or (shape[self.axis] // n,) * n
+        axis = self.axis % len(shape)
+        inner = math.prod(shape[axis + 1 :]) * itemsize
+        sizes = self.sizes or (shape[axis] // n,) * n
         widths = tuple(size * inner for size in sizes)
         offsets = tuple(accumulate(widths, initial=0))[:n]
-        return Rows(math.prod(shape[: self.axis]), shape[self.axis] * inner, offsets, widths)
+        return Rows(math.prod(shape[:axis]), shape[axis] * inner, offsets, widths)
 
 
 class Rows(NamedTuple):

@@ -11,15 +11,9 @@ constexpr int kDepth = IPCREDUCE_DEPTH;
 
 template <bool kTiled, bool kAligned> DEVICE void run(const Args& args) {
   const PartsTable& table = args.table;
-  const u32 longest = (u32)args.bytes / kPacketBytes;  // packets of a message
-  u32 index = thread_in_grid();
-  grid_dependency_sync();
-
-  const Epoch epoch = load_epoch(args);
-  bool alive = epoch.alive;
-  const u64 half = parity_half_offset(args, epoch), rows = args.peers[0] + half, stride = row_bytes(longest);
   const PartPackets packets_of{table};
-
+  const u32 longest = (u32)args.bytes / kPacketBytes;  // packets of a message
+  constexpr bool kPlacesEarly = !kTiled && kDepth * kMaxRanks <= 2;  // before the wait, if the registers suffice
   const auto load = [&](Packet (&own)[kDepth], u32 index) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
@@ -27,6 +21,15 @@ template <bool kTiled, bool kAligned> DEVICE void run(const Args& args) {
       own[d] = load_place<kElementBytes, kAligned>(place_of<false>(table, kRank, at), at < packets_of(0));
     }
   };
+
+  u32 index = thread_in_grid();
+  Packet own[kDepth], next[kDepth];
+  grid_dependency_sync();
+  const Epoch epoch = load_epoch(args);  // first used after the loads of the message are issued: one latency for both
+  bool alive = epoch.alive;
+  load(own, index);
+
+  const u64 half = parity_half_offset(args, epoch), rows = args.peers[0] + half, stride = row_bytes(longest);
   const auto send = [&](const Packet (&own)[kDepth], u32 index) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
@@ -35,27 +38,31 @@ template <bool kTiled, bool kAligned> DEVICE void run(const Args& args) {
         send_packet(args.peers[i] + half + row_offset_at_peer(i, stride), longest, packet_index(index, d), own[d],
                     packet_index(index, d) < packets_of(0) && alive);
   };
-  const auto store = [&](int i, const Packet& p, u32 index) {
-    const u32 rank = peer_rank(i);
-    const Place place = place_of<true>(table, rank, index);
-    const bool is_there = i == 0 && place.at == place_of<false>(table, kRank, index).at;
-    store_place<kElementBytes, kAligned>(place, p, index < packets_of(i) && !is_there);
-  };
   const auto receive = [&](const Packet (&own)[kDepth], u32 index) {
     Packet v[kDepth][kMaxRanks];
+    const auto find = [&](int d, int i) { return place_of<true>(table, peer_rank(i), packet_index(index, d)); };
+    Place places[kDepth][kMaxRanks];
+    if constexpr (kPlacesEarly) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d)
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) places[d][i] = find(d, i);
+    }
     receive_packets(v, args, rows, longest, packets_of, index, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      store(0, own[d], packet_index(index, d));
+      const u32 at = packet_index(index, d);
 #pragma unroll
       for (int i = 1; i < kRanks; ++i)
-        store(i, alive ? v[d][peer_rank(i)] : poison(), packet_index(index, d));
-      restore_sentinels(rows, longest, packets_of, packet_index(index, d), alive);
+        store_place<kElementBytes, kAligned>(kPlacesEarly ? places[d][i] : find(d, i),
+                                             alive ? v[d][peer_rank(i)] : poison(), at < packets_of(i));
+      const Place here = kPlacesEarly ? places[d][0] : find(d, 0);
+      const bool is_there = here.at == place_of<false>(table, kRank, at).at;
+      store_place<kElementBytes, kAligned>(here, own[d], at < packets_of(0) && !is_there);
+      restore_sentinels(rows, longest, packets_of, at, alive);
     }
   };
 
-  Packet own[kDepth], next[kDepth];
-  load(own, index);
   send(own, index);
   trigger_programmatic_launch();
   advance_epochs(args, epoch);

@@ -12,42 +12,46 @@ constexpr int kDepth = IPCREDUCE_DEPTH;
 template <bool kTiled, bool kAligned> DEVICE void run(const Args& args) {
   const PartsTable& table = args.table;
   const u32 longest = (u32)args.bytes / kPacketBytes, packets = table.packets[kRank];
-  u32 index = thread_in_grid();
-  grid_dependency_sync();
-
-  const Epoch epoch = load_epoch(args);
-  bool alive = epoch.alive;
-  const u64 half = parity_half_offset(args, epoch), rows = args.peers[0] + half, stride = row_bytes(longest);
-
-  const auto load = [&](int i, u32 index) {
-    const u32 rank = peer_rank(i);
-    const Packet p = load_place<kElementBytes, kAligned>(place_of<true>(table, rank, index), index < table.packets[rank]);
-    return replace_sentinel_nan(p);
-  };
-  const auto push = [&](u32 index) {
-    Packet parts[kDepth][kMaxRanks];
+  using Parts = Packet[kDepth][kMaxRanks];  // by peer
+  const auto load = [&](Parts& parts, u32 index, int first, int end) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
 #pragma unroll
-      for (int i = 1; i < kRanks; ++i) parts[d][i] = load(i, packet_index(index, d));
+      for (int i = first; i < end; ++i) {
+        const u32 rank = peer_rank(i), at = packet_index(index, d);
+        parts[d][i] = load_place<kElementBytes, kAligned>(place_of<true>(table, rank, at), at < table.packets[rank]);
+      }
+  };
+
+  u32 index = thread_in_grid();
+  Parts parts;
+  grid_dependency_sync();
+  const Epoch epoch = load_epoch(args);  // first used after the loads of the message are issued: one latency for both
+  bool alive = epoch.alive;
+  load(parts, index, 1, kRanks);
+
+  const u64 half = parity_half_offset(args, epoch), rows = args.peers[0] + half, stride = row_bytes(longest);
+  const auto push = [&](u32 index) {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
 #pragma unroll
       for (int i = 1; i < kRanks; ++i)
-        send_packet(args.peers[i] + half + row_offset_at_peer(i, stride), longest, packet_index(index, d), parts[d][i],
-                    packet_index(index, d) < table.packets[peer_rank(i)] && alive);
+        send_packet(args.peers[i] + half + row_offset_at_peer(i, stride), longest, packet_index(index, d),
+                    replace_sentinel_nan(parts[d][i]), packet_index(index, d) < table.packets[peer_rank(i)] && alive);
   };
   const auto receive = [&](u32 index) {
     const SamePackets packets_of{packets};
-    Packet v[kDepth][kMaxRanks];
+    Parts own, v;
+    load(own, index, 0, 1);
+    Place places[kDepth];  // found before the wait
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) v[d][kRank] = load(0, packet_index(index, d));
+    for (int d = 0; d < kDepth; ++d) places[d] = place_of<false>(table, kRank, packet_index(index, d));
     receive_packets(v, args, rows, longest, packets_of, index, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
+      v[d][kRank] = replace_sentinel_nan(own[d][0]);
       const u32 at = packet_index(index, d);
-      store_place<kElementBytes, kAligned>(place_of<false>(table, kRank, at), alive ? reduce(v[d]) : poison(),
-                                           at < packets);
+      store_place<kElementBytes, kAligned>(places[d], alive ? reduce(v[d]) : poison(), at < packets);
       restore_sentinels(rows, longest, packets_of, at, at < packets && alive);
     }
   };
@@ -61,7 +65,10 @@ template <bool kTiled, bool kAligned> DEVICE void run(const Args& args) {
   }
   const u32 tile = kDepth * threads_in_grid(), tiles = ceil_div(longest, tile);
   for (u32 t = 0; t < tiles; ++t, index += tile) {
-    if (t + 1 < tiles) push(index + tile);
+    if (t + 1 < tiles) {
+      load(parts, index + tile, 1, kRanks);
+      push(index + tile);
+    }
     if (warp_has_packet(index, packets)) receive(index);
   }
 }

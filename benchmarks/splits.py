@@ -3,9 +3,9 @@
     mpirun -n 2 python benchmarks/splits.py OUT.json [--bytes 1024 16384] [--rounds 15]
 
 Each way is a CUDA graph of 100 calls on bfloat16, of which one follows the other. The ways take turns; a time is the
-median over the rounds, of the slowest rank, in microseconds a call. ``bytes`` are those of a part in an all-gather, else
-of the whole array. ``columns`` is an all-gather along the last axis, of 64 rows. ``host`` is the time that the host
-takes for an eager call in a loop. Results are checked first.
+median over the rounds, of the slowest rank, in microseconds a call. ``bytes`` are those of a part in an all-gather, and
+else of the whole array. ``columns`` is an all-gather along the last axis, of 64 rows, and ``host`` the time of an eager
+call on the host, in a loop. Results are checked first.
 """
 
 from __future__ import annotations

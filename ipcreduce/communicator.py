@@ -18,6 +18,7 @@ from .arrays.maps import Map, MapCall
 from .arrays.norms import FP8
 from .arrays.plain import PlainCall
 from .calls import turns
+from .collectives import Collectives
 from .cuda import cupy_runtime
 from .device.launch_cache import Limited
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
@@ -26,7 +27,6 @@ from .logs import INFO, is_logged, log
 from .open_communicator import OpenCommunicator
 from .options import Options, checked_sms, unknown_variables
 from .ranks import groups
-from .split_calls import SplitCalls
 from .texts import described
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
@@ -38,7 +38,7 @@ _ENDS = {  # by the error of later calls
 }
 
 
-class Communicator(SplitCalls):
+class Communicator(Collectives):
     """All-reduce among the ranks of a group. Making one is collective.
 
     :param group: an mpi4py intracommunicator; a ``torch.distributed`` process group; or any :class:`Group`, which has

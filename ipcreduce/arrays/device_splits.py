@@ -13,7 +13,7 @@ from ..errors import ArgumentError, naming_member
 from . import views
 from .lists import check_apart
 from .operands import PreparedCall, Site, check_device, check_own_elements, check_writable, new_result
-from .splits import BROADCAST, GATHER, Shape, SplitCall, Splitting, check_place
+from .splits import BROADCAST, GATHER, Shape, SplitArguments, Splitting, check_place
 
 
 class _Copied(NamedTuple):
@@ -26,7 +26,7 @@ class _Copied(NamedTuple):
 class DeviceSplit:
     """See :class:`DeviceCall`."""
 
-    def __init__(self, given: SplitCall, site: Site) -> None:
+    def __init__(self, given: SplitArguments, site: Site) -> None:
         self._call, self._site = given, site
         splitting = given.checked()
         self._split = splitting.split
@@ -34,7 +34,7 @@ class DeviceSplit:
         for index, (array, out) in enumerate(zip(given.arrays, given.outputs, strict=True)):
             with naming_member(index if given.is_list else None):
                 self._arrays.append(_Array(given, splitting, array, out, site))
-        if given.is_list and (given.out is not None or given.collective == BROADCAST):
+        if given.is_list and given.out is not None:
             check_apart([(one.source, one.target) for one in self._arrays])
         if not given.is_list:
             self._split = self._arrays[0].splitting.split
@@ -44,7 +44,7 @@ class DeviceSplit:
     def request(self) -> Request:
         """See :class:`DeviceCall`."""
         given, members = self._call, []
-        op = "" if given.op is None else op_name(given.op)
+        op = op_name(given.op) if given.reduces else ""
         for index, one in enumerate(self._arrays):
             with naming_member(index if given.is_list else None):
                 members.append(one.member)
@@ -73,13 +73,7 @@ class DeviceSplit:
         """See :class:`DeviceCall`."""
         if not self._call.is_list:
             return self._arrays[0].result
-        results = [one.result for one in self._arrays]
-        return results if self._call.out is None and self._call.collective != BROADCAST else self.given_list
-
-    @property
-    def given_list(self) -> Any:
-        """The list that the program gets back: its own."""
-        return self._call.array if self._call.collective == BROADCAST else self._call.out
+        return [one.result for one in self._arrays] if self._call.out is None else self._call.out
 
 
 class _Array:
@@ -88,9 +82,9 @@ class _Array:
     :ivar whole: the shape of the whole array. :ivar result: what the call returns for it.
     """
 
-    def __init__(self, call: SplitCall, splitting: Splitting, array: Any, out: Any, site: Site) -> None:
+    def __init__(self, call: SplitArguments, splitting: Splitting, array: Any, out: Any, site: Site) -> None:
         self._call, self._site = call, site
-        bytes_of = torch_runtime.float8_as_bytes if call.op is None else _as_it_is
+        bytes_of = _as_it_is if call.reduces else torch_runtime.float8_as_bytes
         self._dtype = getattr(array, "dtype", None)
         source = views.view(bytes_of(array), site.stream, not site.recorded)
         check_device(site.device, source, "array")
@@ -109,9 +103,9 @@ class _Array:
         self.source, self.destination = source, self.target
         self._packed = False
 
-    def _take_in_place(self, call: SplitCall, array: Any, source: Any) -> None:
+    def _take_in_place(self, call: SplitArguments, array: Any, source: Any) -> None:
         self.target, self.result = source, array
-        if call.rank != call.root:
+        if call.rank != self.splitting.split.root:
             check_writable(array, array, "array")
             check_own_elements(source, "array")
 
@@ -134,12 +128,12 @@ class _Array:
     @property
     def op(self) -> str:
         """One of ``dtypes.OPS``; "" where nothing is reduced."""
-        return "" if self._call.op is None else op_name(self._call.op, self.source.dtype)
+        return op_name(self._call.op, self.source.dtype) if self._call.reduces else ""
 
     @property
     def member(self) -> Member | Moved:
         """The array as the ranks compare it. :raises ArgumentError: if it cannot be reduced so."""
-        if self._call.op is not None:
+        if self._call.reduces:
             return Member(self.whole, kind_name(self.source.dtype, self.op))
         return Moved(self.whole, str(self._dtype).rpartition(".")[2], self.source.itemsize)
 
@@ -201,7 +195,7 @@ class _Array:
         """What the caller copies from where kernels write to where the result belongs."""
         if self._packed and self._call.collective == GATHER:
             yield from (_Copied(place, part) for part, place in self._parts(self.destination, self.target))
-        elif not (self._call.collective == BROADCAST and self._call.rank == self._call.root):
+        elif not (self._call.collective == BROADCAST and self._call.rank == self.splitting.split.root):
             yield _Copied(self.target, self.destination)
 
 

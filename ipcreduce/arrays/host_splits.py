@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..calls.request import Member, Moved, Request, Split
+from ..calls.request import Member, Moved, Request
 from ..cuda import torch_runtime
 from ..dtypes import KINDS, kind_name, op_name, reduced_as
 from ..errors import ArgumentError, naming_member
@@ -15,26 +15,26 @@ from .device_splits import check_form
 from .host_operands import Array, as_numpy
 from .lists import check_apart
 from .operands import check_own_elements, check_writable
-from .splits import BROADCAST, GATHER, SCATTER, SplitCall, Splitting, check_place
+from .splits import BROADCAST, GATHER, SCATTER, SplitArguments, Splitting, check_place
 
 
 class HostSplit:
     """See :class:`HostCall`."""
 
-    def __init__(self, given: SplitCall) -> None:
+    def __init__(self, given: SplitArguments) -> None:
         self._call, splitting = given, given.checked()
         self.arrays: list[HostSplitArray] = []
         for index, (array, out) in enumerate(zip(given.arrays, given.outputs, strict=True)):
             with naming_member(index if given.is_list else None):
                 self.arrays.append(HostSplitArray(given, splitting, array, out))
-        no_arrays = given._replace(collective=BROADCAST, op=None), Splitting(Split(BROADCAST), given.rank, given.n)
+        nothing = given._replace(array=np.empty(0, np.uint8), key=(BROADCAST, None, 0, None, 0, None))
         self.exchanged = self.arrays or [
-            HostSplitArray(*no_arrays, np.empty(0, np.uint8), None)
-        ]  # it waits all the same
-        if given.is_list and (given.out is not None or given.collective == BROADCAST):
+            HostSplitArray(nothing, nothing.checked(), nothing.array, None)
+        ]  # it waits, too
+        if given.is_list and given.out is not None:
             check_apart([(one.source, one.target) for one in self.arrays])
         split = splitting.split if given.is_list else self.arrays[0].splitting.split
-        op = "" if given.op is None else self.arrays[0].op if self.arrays else op_name(given.op)
+        op = "" if not given.reduces else self.arrays[0].op if self.arrays else op_name(given.op)
         members = tuple(one.member for one in self.arrays)
         self.request = Request(op, members, is_list=given.is_list, on_host=True, sms=given.sms, split=split)
 
@@ -43,8 +43,6 @@ class HostSplit:
         results = [one.finish() for one in self.arrays]
         if not self._call.is_list:
             return results[0]
-        if self._call.collective == BROADCAST:
-            return self._call.array
         return results if self._call.out is None else self._call.out
 
 
@@ -56,21 +54,21 @@ class HostSplitArray:
     :ivar targets: contiguous arrays of one axis, for the results: of a reduce-scatter this rank's part; else all parts.
     """
 
-    def __init__(self, call: SplitCall, splitting: Splitting, array: Any, out: Any) -> None:
+    def __init__(self, call: SplitArguments, splitting: Splitting, array: Any, out: Any) -> None:
         self._collective, self._call, self._array, self._out = call.collective, call, array, out
         self.root = splitting.split.root if call.collective == BROADCAST else None
         gathers = call.collective == GATHER
-        source = as_numpy(torch_runtime.float8_as_bytes(array) if call.op is None else array, "array")
+        source = as_numpy(array if call.reduces else torch_runtime.float8_as_bytes(array), "array")
         if isinstance(array, views.NUMBERS) and not gathers:
             raise ArgumentError(f"array is a number, and {call.collective} takes arrays. Pass numpy.asarray(it)")
         self._dtype = getattr(array, "dtype", source.dtype)
         self.splitting, self.whole, self.part = splitting.of(source.shape)
         self.source = source.reshape(self.part) if gathers and not source.ndim else source
-        self.op = "" if call.op is None else op_name(call.op, source.dtype)
-        self._reduced = np.dtype(np.uint8) if call.op is None else KINDS[reduced_as(kind_name(source.dtype, self.op))]
+        self.op = op_name(call.op, source.dtype) if call.reduces else ""
+        self._reduced = np.dtype(np.uint8) if not call.reduces else KINDS[reduced_as(kind_name(source.dtype, self.op))]
         if call.collective == BROADCAST:
             self.target: Array = source
-            if call.rank != call.root:
+            if call.rank != self.root:
                 check_writable(source, array, "array")
                 check_own_elements(source, "array")
         elif out is None:
@@ -85,7 +83,7 @@ class HostSplitArray:
             raise ArgumentError(
                 f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array as out"
             )
-        target = as_numpy(torch_runtime.float8_as_bytes(out) if call.op is None else out, "out")
+        target = as_numpy(out if call.reduces else torch_runtime.float8_as_bytes(out), "out")
         check_form(target, self.whole if gathers else self.part, self.source.dtype)
         check_writable(target, out)
         check_own_elements(target)
@@ -110,8 +108,8 @@ class HostSplitArray:
         if self._collective == BROADCAST:
             flat = self._flat(self.source)
             self.sources, nothing = [flat], flat[:0]
-            self.targets = [flat if rank == call.root else nothing for rank in range(n)]
-            if call.rank != call.root:
+            self.targets = [flat if rank == self.root else nothing for rank in range(n)]
+            if call.rank != self.root:
                 self.sources = [nothing]
             self._copied = flat
             return
@@ -131,7 +129,7 @@ class HostSplitArray:
     def finish(self) -> Any:
         """Copy results to where they belong. Returns what the call returns for this array."""
         if self._collective == BROADCAST:
-            if self._call.rank != self._call.root:
+            if self._call.rank != self.root:
                 self._put(self.target, self._copied)
             return self._array
         if self._collective == SCATTER:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,32 +13,43 @@ from ..calls.request import Split
 from ..errors import ArgumentError
 from ..texts import shown
 from . import lists, views
-from .operands import Site
-
-if TYPE_CHECKING:
-    from .device_splits import DeviceSplit
-    from .host_splits import HostSplit
 
 GATHER, SCATTER, BROADCAST = "all-gather", "reduce-scatter", "broadcast"
 Shape = tuple[int, ...]
 
 
-class SplitCall(NamedTuple):
-    """The arguments, as they are given.
+# The arguments of a call but for its arrays, as they are given: the collective, op, axis, sizes, root and sms.
+SplitKey = tuple[str, Any, Any, Any, Any, Any]
 
-    :ivar collective: one of the names above. :ivar rank: this one, of ``n``.
-    """
 
-    collective: str
+class SplitArguments(NamedTuple):
+    """The arguments, as they are given. :ivar rank: this one, of ``n``."""
+
+    array: Any
+    out: Any
+    key: SplitKey
     rank: int
     n: int
-    array: Any
-    op: Any = None
-    out: Any = None
-    axis: Any = 0
-    sizes: Any = None
-    root: Any = 0
-    sms: Any = None
+
+    @property
+    def collective(self) -> str:
+        """One of the names above."""
+        return self.key[0]
+
+    @property
+    def reduces(self) -> bool:
+        """True for a reduce-scatter: the others move bytes."""
+        return self.key[0] == SCATTER
+
+    @property
+    def op(self) -> Any:
+        """The op of a reduce-scatter."""
+        return self.key[1]
+
+    @property
+    def sms(self) -> Any:
+        """The most blocks; None for the plan's choice."""
+        return self.key[5]
 
     @property
     def is_list(self) -> bool:
@@ -53,7 +64,7 @@ class SplitCall(NamedTuple):
     @property
     def outputs(self) -> Sequence[Any]:
         """The output of each array: None for a new one. :raises ArgumentError: see :func:`lists.outputs`."""
-        if self.collective == BROADCAST:
+        if self.collective == BROADCAST:  # whose out is its array
             return self.arrays
         return lists.outputs(self.array, self.out) if self.is_list else [self.out]
 
@@ -70,35 +81,23 @@ class SplitCall(NamedTuple):
         """See :func:`lists.check_streams`."""
         lists.check_streams(self.arrays)
 
-    def for_device(self, site: Site) -> DeviceSplit:
-        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
-        from .device_splits import DeviceSplit
-
-        return DeviceSplit(self, site)
-
-    def for_host(self) -> HostSplit:
-        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
-        from .host_splits import HostSplit
-
-        return HostSplit(self)
-
     def checked(self) -> Splitting:
         """Check the arguments that say how arrays are split. :raises ArgumentError: if one is wrong."""
-        if self.collective == BROADCAST:
-            root = _whole_number(self.root, "root")
+        collective, _, axis, sizes, root, _ = self.key
+        if collective == BROADCAST:
+            root = _whole_number(root, "root")
             if not 0 <= root < self.n:
                 raise ArgumentError(f"root is {root}. Pass a rank from 0 to {self.n - 1}")
             return Splitting(Split(BROADCAST, root=root), self.rank, self.n)
-        axis, sizes = _whole_number(self.axis, "axis"), None
-        if self.sizes is not None:
-            if not isinstance(self.sizes, (list, tuple, np.ndarray)) or len(self.sizes) != self.n:
+        if sizes is not None:
+            if not isinstance(sizes, (list, tuple, np.ndarray)) or len(sizes) != self.n:
                 raise ArgumentError(
-                    f"sizes is {shown(self.sizes)}. Pass {self.n} ints, the length of each rank's part along axis"
+                    f"sizes is {shown(sizes)}. Pass {self.n} ints, the length of each rank's part along axis"
                 )
-            sizes = tuple(_whole_number(size, "a member of sizes") for size in self.sizes)
+            sizes = tuple(_whole_number(size, "a member of sizes") for size in sizes)
             if min(sizes) < 0:
                 raise ArgumentError(f"sizes is {[*sizes]}. Pass lengths of 0 or more")
-        return Splitting(Split(self.collective, axis, sizes), self.rank, self.n)
+        return Splitting(Split(collective, _whole_number(axis, "axis"), sizes), self.rank, self.n)
 
 
 def _whole_number(value: Any, name: str) -> int:

@@ -14,7 +14,7 @@ from ..arrays.device_norms import NormCall
 from ..arrays.lists import ListCall
 from ..arrays.maps import MapCall
 from ..arrays.plain import PlainCall
-from ..arrays.splits import SplitCall
+from ..arrays.split_call import SplitCall
 from ..calls import turns
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, torch_runtime

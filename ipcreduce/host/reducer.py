@@ -13,7 +13,7 @@ from .. import clock
 from ..arrays.host_operands import Array, HostCall
 from ..arrays.host_splits import HostSplit
 from ..arrays.plain import PlainCall
-from ..arrays.splits import SplitCall
+from ..arrays.split_call import SplitCall
 from ..calls.sequence import CallSequence
 from ..dtypes import DTYPES, OPS
 from ..errors import IpcReduceError, UnsupportedError

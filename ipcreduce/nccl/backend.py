@@ -1,4 +1,4 @@
-"""The backend "nccl": NCCL's all-reduces, with the same order of calls and the same errors as the other backends."""
+"""The backend "nccl": NCCL's collectives, with the same order of calls and the same errors as the other backends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..originals import time
 from ..page.control_page import Page
 from ..ranks.exchange import Channel
 from ..types import Stream
-from . import library
+from . import library, splits
 from .comm import NcclCommunicator
 from .guard import Guard
 
@@ -109,11 +109,15 @@ class NcclBackend(DeviceBackend):
 
     # ---- running
     def prepare_whole(self, request: Request) -> Prepared | None:
-        """See :class:`DeviceBackend`. The all-reduces of a list are one group."""
+        """See :class:`DeviceBackend`. The calls of a list, and of arrays that are split, are one group."""
         if request.epilogue is not None:
             return None
-        parts = [_part(one, request.op) for one in request.members]
-        bind = partial(self._bound_list, parts) if request.is_list else partial(self._bound, *parts)
+        wider: list[Any] = [_WIDER.get(one.kind) if request.op else None for one in request.members]
+        if request.split is not None:
+            bind = partial(self._bound_split, request, wider)
+        else:
+            parts = [_part(one, request.op) for one in request.members]
+            bind = partial(self._bound_list, parts) if request.is_list else partial(self._bound, *parts)
 
         def start(addresses: Any, stream: Stream) -> None:
             make, argument = bind(addresses)
@@ -121,17 +125,20 @@ class NcclBackend(DeviceBackend):
 
         return Prepared(
             request=request, what=request.what, by=self.name, nbytes=request.nbytes, steps=(OwnStep(start, bind),),
-            through=tuple(_WIDER.get(one.kind) for one in request.members),
+            through=tuple(wider), packed=request.split is not None,
         )  # fmt: skip
 
     def _bound(self, part: _Part, addresses: Sequence[int]) -> tuple[Start, Any]:
         if not part[0]:
-            return self.nccl.all_reduce_group, []
+            return self.nccl.group, []
         return self.nccl.all_reduce, (*addresses, *part)
+
+    def _bound_split(self, request: Request, wider: Sequence[Any], addresses: Sequence[int]) -> tuple[Start, Any]:
+        return self.nccl.group, [*splits.calls(request, self.n, self.rank, addresses, wider)]
 
     def _bound_list(self, parts: Sequence[_Part], places: Places) -> tuple[Start, Any]:
         every = zip(*(numbers_of(words) for words, _ in places), parts, strict=True)
-        return self.nccl.all_reduce_group, [(*there, *part) for *there, part in every if part[0]]
+        return self.nccl.group, [("all_reduce", (*there, *part)) for *there, part in every if part[0]]
 
     # ---- suspend and resume
     def check_suspendable(self) -> None:

@@ -67,16 +67,20 @@ class NcclCommunicator:
             return aborted
         return library.failure(name, error)
 
-    def all_reduce_group(self, arguments: Sequence[tuple[int, int, int, int, int]], stream: Stream) -> None:
-        """Put several all-reduces on ``stream`` as one operation of NCCL. See :meth:`all_reduce`."""
-        if not arguments:
+    def group(self, calls: Sequence[tuple[str, tuple[int, ...]]], stream: Stream) -> None:
+        """Put several calls on ``stream`` as one operation of NCCL. See :meth:`all_reduce`.
+
+        :param calls: a function of the binding, and its arguments but for communicator and stream.
+        """
+        if not calls:
             return
-        self.enqueuing = arguments[0]  # until the end: only there NCCL puts them on the stream
+        nccl = library.load()
+        self.enqueuing = calls[0][1]  # until the end: only there NCCL puts them on the stream
         try:
             library.start_group()
             try:
-                for argument in arguments:
-                    self._all_reduce(*argument, self._comm, stream)
+                for name, argument in calls:
+                    getattr(nccl, name)(*argument, self._comm, stream)
             except BaseException:
                 with suppress(CudaError):  # no call of the program may be within this group
                     library.end_group()

@@ -323,12 +323,18 @@ def _same_bits(case: Case, comm: Any, found: np.ndarray, wanted: np.ndarray, val
 
 def is_split(case: Case, comm: Any, found: np.ndarray, wanted: np.ndarray, values: Values) -> bool:
     """As of an all-reduce, or of bytes that are moved."""
-    if case.what.collective == "reduce_scatter" and comm.backend == "nccl":
-        return reference.near(found, values, case.what.op)
-    return (
-        found.tobytes() == wanted.tobytes()
-        if case.what.collective != "reduce_scatter"
-        else reference.same(found, wanted)
+    if case.what.collective != "reduce_scatter":
+        return found.tobytes() == wanted.tobytes()
+    if comm.backend != "nccl":
+        return reference.same(found, wanted)
+    place = case.what.place(values[0].shape, comm.rank)
+    own, beside = found, []
+    if case.what.how == "in place":  # the whole array, in which the other parts stay
+        own, beside = found[place], [one.copy() for one in (found, wanted)]
+        for one in beside:
+            one[place] = 0
+    return reference.near(own, [one[place] for one in values], case.what.op) and (
+        not beside or beside[0].tobytes() == beside[1].tobytes()
     )
 
 

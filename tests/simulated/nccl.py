@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import functools
 import itertools
 import mmap
 import os
@@ -19,6 +20,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -68,6 +70,7 @@ def get_unique_id() -> UniqueId:
     return UniqueId(secrets.token_bytes(128))
 
 
+_Call = tuple[str, tuple[int, ...]]  # a method of Comm, and its arguments
 _Ref = Any  # to a node: a graph keeps what its nodes use
 
 
@@ -112,44 +115,81 @@ class Comm:
         if self._wait(lambda: bool((self._resumed >= mine).all())):
             self.suspended = False
 
-    def reduce_all(self, calls: list[tuple[int, int, int, int, int]]) -> None:
+    def make_all(self, calls: list[_Call]) -> None:
         """The operations of a group, in a stream's thread. Those that were launched before an abort end by it."""
         if self.destroyed or self.suspended:
             ghosts.append(self)
-        for call in calls:
+        for function, arguments in calls:
             if not self.dead:
-                self.reduce(*call)
+                getattr(self, function)(*arguments)
 
-    def reduce(self, source: int, target: int, count: int, kind: int, op: int) -> None:
-        """One operation."""
+    def exchange(self, source: int, nbytes: int, put: Callable[[int, list[np.ndarray]], None]) -> bool:
+        """One operation, to which each rank gives so many bytes. ``put`` gets those of all, chunk by chunk."""
         self.last = next(self.operations)
-        dtype = _TYPES[kind]
-        given, result = (_memory(address, count * dtype.itemsize) for address in (source, target))
-        for begin in range(0, count * dtype.itemsize, _CHUNK):
+        given = _memory(source, nbytes)
+        for begin in range(0, nbytes, _CHUNK):
             part = given[begin : begin + _CHUNK]
             self.chunks += 1
             number = self.chunks
             if not self._wait(lambda number=number: bool((self._read >= number - 1).all())):
-                return
+                return False
             self._areas[self.rank, : part.nbytes] = part
-            self._bytes[self.rank] = count * dtype.itemsize
+            self._bytes[self.rank] = nbytes
             self._given[self.rank] = number
             if not self._wait(
-                lambda number=number: (
-                    bool((self._given >= number).all()) and bool((self._bytes == count * dtype.itemsize).all())
-                )
+                lambda number=number: bool((self._given >= number).all()) and bool((self._bytes == nbytes).all())
             ):
-                return
-            parts = [area[: part.nbytes].view(dtype) for area in self._areas]
+                return False
+            parts = [area[: part.nbytes].copy() for area in self._areas]
+            self._read[self.rank] = number
+            put(begin, parts)
+        return True
+
+    def all_reduce(self, source: int, target: int, count: int, kind: int, op: int) -> None:
+        self._reduce(source, _memory(target, count * _TYPES[kind].itemsize), kind, op)
+
+    def reduce(self, source: int, target: int, count: int, kind: int, op: int, root: int) -> None:
+        nbytes = count * _TYPES[kind].itemsize
+        self._reduce(source, _memory(target, nbytes) if self.rank == root else np.empty(nbytes, np.uint8), kind, op)
+
+    def reduce_scatter(self, source: int, target: int, count: int, kind: int, op: int) -> None:
+        nbytes = count * _TYPES[kind].itemsize
+        whole = np.empty(self.n * nbytes, np.uint8)
+        if self._reduce(source, whole, kind, op):
+            _memory(target, nbytes)[:] = whole[self.rank * nbytes :][:nbytes]
+
+    def all_gather(self, source: int, target: int, count: int, kind: int) -> None:
+        nbytes = count * _TYPES[kind].itemsize
+        whole = _memory(target, self.n * nbytes).reshape(self.n, nbytes)
+
+        def put(begin: int, parts: list[np.ndarray]) -> None:
+            for row, part in zip(whole, parts, strict=True):
+                row[begin : begin + part.nbytes] = part
+
+        self.exchange(source, nbytes, put)
+
+    def broadcast(self, source: int, target: int, count: int, kind: int, root: int) -> None:
+        nbytes = count * _TYPES[kind].itemsize
+
+        def put(begin: int, parts: list[np.ndarray]) -> None:
+            _memory(target, nbytes)[begin : begin + parts[root].nbytes] = parts[root]
+
+        self.exchange(source if self.rank == root else target, nbytes, put)
+
+    def _reduce(self, source: int, result: np.ndarray, kind: int, op: int) -> bool:
+        dtype = _TYPES[kind]
+
+        def put(begin: int, given: list[np.ndarray]) -> None:
+            parts = [part.view(dtype) for part in given]
             with np.errstate(all="ignore"):
                 total = parts[-1]
                 for other in reversed(parts[:-1]):
                     total = _FUNCTIONS[op](total, other).astype(dtype)
                 if op == RedOp.Avg:
                     total = _average(total, self.n)
-            total = total.copy()
-            self._read[self.rank] = number
-            result[begin : begin + part.nbytes] = total.view(np.uint8)
+            result[begin : begin + total.nbytes] = total.view(np.uint8)
+
+        return self.exchange(source, result.nbytes, put)
 
 
 class _Use:
@@ -163,7 +203,7 @@ class _Use:
 class _Group:
     """The calls of a group on one communicator: a piece of work on a stream, or a node of a graph."""
 
-    def __init__(self, comm: Comm, calls: list[tuple[int, int, int, int, int]]) -> None:
+    def __init__(self, comm: Comm, calls: list[_Call]) -> None:
         self._use, self._calls = _Use(comm), calls
 
     def launched(self) -> None:
@@ -172,7 +212,7 @@ class _Group:
             ghosts.append(comm)
 
     def __call__(self) -> None:
-        self._use.comm.reduce_all(self._calls)
+        self._use.comm.make_all(self._calls)
 
 
 def _average(total: np.ndarray, n: int) -> np.ndarray:
@@ -216,22 +256,29 @@ def group_end() -> None:
     _groups.depth -= 1
     if not _groups.depth:
         calls, _groups.calls = _groups.calls, []
-        for comm, stream in dict.fromkeys(call[-2:] for call in calls):
-            _put(comm, stream, [call[:-2] for call in calls if call[-2:] == (comm, stream)])
+        for place in dict.fromkeys(call[-2:] for call in calls):
+            _put(*place, [call for call, *there in calls if tuple(there) == place])
 
 
-def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: Comm, stream: int) -> None:
+def _call(function: str, *given: Any) -> None:
+    *arguments, comm, stream = given
     if not isinstance(comm, Comm):
         raise TypeError(f"Cannot convert {type(comm).__name__} to nccl.bindings.nccl.Comm")
     if comm.dead:
         raise NCCLError(Result.InvalidArgument)
+    call = function, tuple(arguments)
     if _groups.depth:
-        _groups.calls.append((sendbuff, recvbuff, count, datatype, op, comm, int(stream)))
+        _groups.calls.append((call, comm, int(stream)))
     else:
-        _put(comm, int(stream), [(sendbuff, recvbuff, count, datatype, op)])
+        _put(comm, int(stream), [call])
 
 
-def _put(comm: Comm, handle: int, calls: list[tuple[int, int, int, int, int]]) -> None:
+all_reduce, reduce, reduce_scatter, all_gather, broadcast = (
+    functools.partial(_call, name) for name in ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast")
+)
+
+
+def _put(comm: Comm, handle: int, calls: list[_Call]) -> None:
     """Put the calls of a group on a stream as one piece of work, which an abort ends as a whole."""
     if comm.dead:
         raise NCCLError(Result.InvalidArgument)

@@ -36,7 +36,8 @@ LAYERS = (
     ("ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
     tuple(
-        f"ipcreduce.{name}" for name in ("startup", "device_reducer", "suspension", "open_communicator", "communicator")
+        f"ipcreduce.{name}"
+        for name in ("startup", "device_reducer", "suspension", "open_communicator", "collectives", "communicator")
     ),
     ("ipcreduce.default",),
     ("ipcreduce",),

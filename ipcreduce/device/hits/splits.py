@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...arrays.splits import BROADCAST, GATHER
+from ...arrays.splits import BROADCAST, GATHER, SplitKey
 from ...calls.request import Rows
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, library_of
+from ...cuda import cupy_runtime, torch_runtime
+from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
 from ..prepared import Prepared, Ready
-
-
-class SplitKey(NamedTuple):
-    """The arguments of a call but for its arrays, all of which are str, int, None or tuples of int."""
-
-    collective: str
-    op: str | None
-    axis: int
-    sizes: tuple[int, ...] | None
-    root: int
-    sms: int | None
-
 
 _Ids = tuple[int, int, SplitKey]  # of array and out
 
@@ -53,23 +42,28 @@ class SplitHits:
     def __init__(self, cache: LaunchCache, rank: int, n: int) -> None:
         self._cache, self._device, self._objects, self._rank, self._n = cache, cache.device, cache.objects, rank, n
 
-    def find(self, array: Any, key: SplitKey | None, out: Any, stream: Any) -> Found:
-        """A call that can be ready. ``out`` of a broadcast is its array. No ``key``: none of its calls can."""
-        if key is None:
+    def find(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Found:
+        """A call that can be ready. ``out`` of a broadcast is its array."""
+        if not is_simple(key):
             return NOT_READY
         ids = id(array), id(out), key
         known = self._objects.get(ids)
         if known is None:
             return self._unknown(ids, array, out, stream)
         if known.read is None:
-            if (array.shape, None if out is None else out.shape) != known.more:
+            shape, shape_of_out = known.more
+            if array.shape != shape or (out is not None and out.shape != shape_of_out):
                 return NOT_READY
-        elif known.read((array,) if out is array or out is None else (array, out)) != known.addresses:
-            self._cache.evict(ids)
-            return self._unknown(ids, array, out, stream)
-        current = self._cache.current(known.library, stream, out is None)
-        if current is None:
-            return NOT_READY
+            current = cupy_runtime.get_current_stream().ptr
+        else:
+            if known.read((array,) if out is array or out is None else (array, out)) != known.addresses:
+                self._cache.evict(ids)
+                return self._unknown(ids, array, out, stream)
+            current = torch_runtime.get_stream(self._device)
+        if stream is not None:
+            current = given_stream(stream, current, out is None or known.read is not None)
+            if current is None:
+                return NOT_READY
         if out is not None:
             return known.ready, out, current
         if not self._cache.can_allocate(current):
@@ -128,10 +122,10 @@ class SplitHits:
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the usual way."""
-        key = key_of(given)
-        if key is None or not prepared.nbytes or prepared.packed:
+        key = given.key
+        if given.is_list or not is_simple(key) or not prepared.nbytes or prepared.packed:
             return None
-        looked = self._look(given.array, result if given.collective == BROADCAST else given.out)
+        looked = self._look(given.array, result if key[0] == BROADCAST else given.out)
         if looked is None:
             return None
         library, shape, dtype, *_ = looked
@@ -139,24 +133,22 @@ class SplitHits:
         if library.dtype_of(dtype) is None or not shape or split is None:
             return None
         rows: Rows = split.rows(member.shape, member.itemsize, self._n)
-        gathers = key.collective == GATHER
+        gathers = key[0] == GATHER
         place = rows.offsets[self._rank] if rows.rows == 1 else -1
         part = rows.rows * rows.widths[self._rank]
         unit = min(member.itemsize & -member.itemsize, 8)
-        if key.collective == BROADCAST:
+        if key[0] == BROADCAST:
             place, part = 0, rows.pitch
         layout = _Layout(tuple(result.shape), part, rows.rows * rows.pitch, place, unit, gathers)
         return (key, shape, dtype), Form(prepared, library, layout)
 
 
-def key_of(given: Any) -> SplitKey | None:
-    """The key of a call, as a ``SplitCall``; None if it is on a list, or an argument is of no simple type."""
-    sizes = given.sizes
-    if type(sizes) in (list, tuple) and all(type(size) is int for size in sizes):
-        sizes = tuple(sizes)
-    elif sizes is not None:
-        return None
-    simple = type(given.axis) is int is type(given.root) and (given.sms is None or type(given.sms) is int)
-    if not simple or (given.op is not None and type(given.op) is not str) or given.is_list:
-        return None
-    return SplitKey(given.collective, given.op, given.axis, sizes, given.root, given.sms)
+def is_simple(key: SplitKey) -> bool:
+    """True if a call's arguments can be compared quickly, and safely: all are str, int, None or tuples of int."""
+    _, op, axis, sizes, root, sms = key
+    return (
+        (op is None or type(op) is str)
+        and type(axis) is int is type(root)
+        and (sizes is None or (type(sizes) is tuple and {*map(type, sizes)} == {int}))
+        and (sms is None or type(sms) is int)
+    )

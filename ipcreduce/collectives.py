@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall
+from .arrays.split_call import SplitCall
+from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
 from .calls import turns
-from .device.hits.splits import key_of
 from .options import checked_sms
 from .types import Op
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 Sizes = Sequence[int] | None
 
 
-class SplitCalls:
+class Collectives:
     """The two halves of an all-reduce, and the broadcast. :class:`ipcreduce.Communicator` has them."""
 
     _open: OpenCommunicator
@@ -52,7 +51,7 @@ class SplitCalls:
 
         What :meth:`allreduce` says of errors holds here, too. Source of the algorithm: kernels/gather.cu.
         """
-        return self._split(GATHER, array, None, out, stream, axis=axis, sizes=sizes, sms=sms)
+        return self._split((GATHER, None, axis, sizes, 0, sms), array, out, stream)
 
     def reduce_scatter(
         self, array: Any, op: Op = "sum", *, axis: int = 0, sizes: Sizes = None, out: Any = None,
@@ -78,7 +77,7 @@ class SplitCalls:
 
         Source of the algorithm: kernels/scatter.cu.
         """
-        return self._split(SCATTER, array, op, out, stream, axis=axis, sizes=sizes, sms=sms)
+        return self._split((SCATTER, op, axis, sizes, 0, sms), array, out, stream)
 
     def broadcast(self, array: Any, root: int = 0, *, sms: int | None = None, stream: Any = None) -> Any:
         """Rank ``root``'s values of ``array`` on every rank, in place.
@@ -90,18 +89,18 @@ class SplitCalls:
         :returns: ``array``.
         :raises IpcReduceError: as :meth:`allgather` does.
         """
-        return self._split(BROADCAST, array, None, None, stream, root=root, sms=sms)
+        return self._split((BROADCAST, None, 0, None, root, sms), array, array, stream)
 
-    def _split(self, collective: str, array: Any, op: Any, out: Any, stream: Any, **more: Any) -> Any:
+    def _split(self, key: SplitKey, array: Any, out: Any, stream: Any) -> Any:
+        """Make a call. ``key``: its arguments but for the arrays. ``out``: what is written, if it is given."""
         parts = self._open
-        given = SplitCall(collective, parts.ranks.rank, parts.ranks.size, array, op, out, **more)
-        fast, usual = parts.fast, partial(self._split_within, given)  # once: another thread may close the communicator
+        fast = parts.fast  # once: another thread may close the communicator
         if fast is None:
-            return turns.make(parts.calls, usual, array, None, out, stream)
-        written = array if collective == BROADCAST else out
-        return fast.make(None, usual, array, key_of(given), written, stream, fast.find_split)
+            return turns.make(parts.calls, self._split_usual, array, key, out, stream)
+        return fast.make(None, self._split_usual, array, key, out, stream, fast.find_split)
 
-    def _split_within(self, given: SplitCall, _array: Any, _key: Any, _out: Any, stream: Any) -> Any:
-        if given.sms is not None:
-            checked_sms(given.sms)
-        return self._call(given, stream)
+    def _split_usual(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Any:
+        if key[-1] is not None:
+            checked_sms(key[-1])
+        ranks = self._open.ranks
+        return self._call(SplitCall(array, out, key, ranks.rank, ranks.size), stream)

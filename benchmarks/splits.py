@@ -53,7 +53,8 @@ def ways(comm: ipcreduce.Communicator, nbytes: int, device: torch.device) -> dic
         return torch.stack(whole)
 
     every, mine = all_of(x), slice(RANK * (count // SIZE), (RANK + 1) * (count // SIZE))
-    first, total = all_of(sent)[0], every.float().sum(0).to(torch.bfloat16)[mine]
+    first, whole = all_of(sent)[0], every.float().sum(0).to(torch.bfloat16)
+    total, reduced = whole[mine], torch.empty_like(x)
     beside = torch.cat([*all_of(rows)], 1)
     return {
         "all-gather": {
@@ -65,6 +66,7 @@ def ways(comm: ipcreduce.Communicator, nbytes: int, device: torch.device) -> dic
             "NCCL": (lambda: dist.reduce_scatter_tensor(part, x), part, lambda: total),
             "ipcreduce": (lambda: comm.reduce_scatter(x, out=part), part, lambda: total),
         },
+        "all-reduce": {"ipcreduce": (lambda: comm.allreduce(x, out=reduced), reduced, lambda: whole)},
         "broadcast": {
             "NCCL": (lambda: dist.broadcast(sent, 0), sent, lambda: first),
             "ipcreduce": (lambda: comm.broadcast(sent), sent, lambda: first),

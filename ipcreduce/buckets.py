@@ -42,7 +42,7 @@ class Buckets:
         """``sms``: of the calls on long buckets: see :meth:`Communicator.allreduce`."""
         self._comm, self._torch, self._sms = comm, torch, sms
         self._calls = session_of(comm).calls
-        self._group: Any = None  # the process group that has been compared with the communicator
+        self._group = GroupCheck(comm, torch)
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
         self._unfinished: Any = None  # tells the peers if the backward pass ends by an exception
 
@@ -66,7 +66,7 @@ class Buckets:
             is_dense = tensor.layout is torch.strided  # others are refused by the call, on every rank
             stream = self._stream_beside(tensor) if tensor.is_cuda and is_dense else None
             begun = True  # from here on the calls tell the peers
-            self._compare_once(torch.distributed.group.WORLD if group is None else group)
+            self._group.compare_once(torch.distributed.group.WORLD if group is None else group)
             if stream is None:
                 return self._reduce(tensor, torch.futures.Future())
             with torch.cuda.stream(stream):
@@ -115,8 +115,18 @@ class Buckets:
         error = RuntimeError("its backward pass raised an exception, after its first bucket of gradients")
         self._calls.fail(error, begun=False, foreign=True)
 
-    # ---- the process group
-    def _compare_once(self, group: Any) -> None:
+
+class GroupCheck:
+    """The comparison of process groups with a communicator.
+
+    :param torch: the module torch, or what stands for it.
+    """
+
+    def __init__(self, comm: Communicator, torch: Any) -> None:
+        self._calls, self._torch = session_of(comm).calls, torch
+        self._group: Any = None  # the one that has been compared
+
+    def compare_once(self, group: Any) -> None:
         """Compare a process group with the communicator, unless it was the last one. Collective.
 
         :raises ArgumentError: on every rank, if they differ.

@@ -93,7 +93,7 @@ _Differentiable: Any = type(
 _apply: Any = super(torch.autograd.Function, _Differentiable).apply  # Function.apply() would take 20 us more
 
 
-def _is_differentiated(x: torch.Tensor) -> bool:
+def is_differentiated(x: torch.Tensor) -> bool:
     """True if autograd may need to record a call."""
     return bool(
         (x.requires_grad and torch.is_grad_enabled())
@@ -103,7 +103,7 @@ def _is_differentiated(x: torch.Tensor) -> bool:
 
 
 def _differentiable(x: torch.Tensor, op: Any = "sum", communicator: str = DEFAULT) -> torch.Tensor:
-    if not _is_differentiated(x):
+    if not is_differentiated(x):
         return _forward(x, op, communicator)
     if not torch._C._are_functorch_transforms_active():
         return _apply(x, op, communicator)
@@ -113,7 +113,7 @@ def _differentiable(x: torch.Tensor, op: Any = "sum", communicator: str = DEFAUL
 
 
 def _differentiable_in_place(x: torch.Tensor, op: Any = "sum", communicator: str = DEFAULT) -> None:
-    if not _is_differentiated(x):
+    if not is_differentiated(x):
         if is_plain(x):
             return _all_reduce_in_place(x, op, communicator)
         with torch._C._AutoDispatchBelowAutograd():

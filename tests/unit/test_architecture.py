@@ -50,7 +50,7 @@ LAYERS = (
         "ipcreduce.serving",
     ),
 )
-_OF_TORCH = {f"ipcreduce.torch.{name}" for name in ("dispatch", "gradients", "norms", "sums")}
+_OF_TORCH = {f"ipcreduce.torch.{name}" for name in ("dispatch", "fsdp", "gradients", "norms", "splits", "sums")}
 LONGEST = 400
 LONGEST_FUNCTION = 60
 # Names and words that only graphs/direct may use.

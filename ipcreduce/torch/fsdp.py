@@ -1,0 +1,79 @@
+"""All-gather and reduce-scatter for models that ``torch.distributed.fsdp.fully_shard`` has sharded.
+
+    for module in sharded:  # each one that fully_shard() has taken
+        module.set_custom_all_gather(ipcreduce.torch.FSDPAllGather(comm))
+        module.set_custom_reduce_scatter(ipcreduce.torch.FSDPReduceScatter(comm))
+
+They run on the stream that FSDP makes current, which waits for them as for PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..buckets import GroupCheck
+from ..communicator import Communicator
+from ..dtypes import op_name
+from ..errors import ArgumentError
+from .names import check_is_communicator
+
+
+class _Comm:
+    """What both have. :raises ArgumentError: if ``comm`` is no Communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        check_is_communicator(comm, f"{type(self).__name__}(comm)")
+        self._comm, self._group = comm, GroupCheck(comm, torch)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new tensor, in which FSDP collects what is gathered or scattered."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+
+class FSDPAllGather(_Comm):
+    """The all-gather of parameters, for ``FSDPModule.set_custom_all_gather``.
+
+    :param comm: a communicator of the ranks of the model's process group, in their order.
+    """
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        """Gather every rank's ``input_tensor``, flat, on the current stream.
+
+        :raises ArgumentError: on every rank, if ``group`` is not the communicator's ranks.
+        :raises IpcReduceError: see :meth:`Communicator.allgather`.
+        """
+        self._group.compare_once(group)
+        self._comm.allgather(input_tensor, out=output_tensor)
+
+
+class FSDPReduceScatter(_Comm):
+    """The reduce-scatter of gradients, for ``FSDPModule.set_custom_reduce_scatter``.
+
+    Its bits do not depend on the number of ranks on a host, nor on the run: ranks are reduced in their order.
+
+    :param comm: a communicator of the ranks of the model's process group, in their order.
+    """
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Reduce every rank's ``input_tensor``, flat, and keep this rank's part, on the current stream.
+
+        :raises ArgumentError: on every rank, if ``group`` is not the communicator's ranks; or for an op of FSDP's own,
+            which multiplies first.
+        :raises IpcReduceError: see :meth:`Communicator.reduce_scatter`.
+        """
+        try:
+            op_name(op)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"{error} FSDP passes such an op for a factor of its own. Call set_force_sum_reduction_for_comms(True) "
+                "on the model, so that it divides by itself"
+            ) from error
+        self._group.compare_once(group)
+        self._comm.reduce_scatter(input_tensor, op, out=output_tensor)

@@ -22,9 +22,10 @@ from .names import check_is_communicator
 
 
 class _Comm:
-    """What both have. :raises ArgumentError: if ``comm`` is no Communicator."""
+    """What both have."""
 
     def __init__(self, comm: Communicator) -> None:
+        """:raises ArgumentError: if ``comm`` is no Communicator."""
         check_is_communicator(comm, f"{type(self).__name__}(comm)")
         self._comm, self._group = comm, GroupCheck(comm, torch)
 

@@ -87,6 +87,8 @@ PROGRAMS = {
     "one_shot": lambda: swept("plain", "one_shot") + graphs("one_shot"),
     "two_shot": lambda: swept("plain", "two_shot") + graphs("two_shot"),
     "direct": lambda: graphs("direct"),
+    "bulk": lambda: swept("plain", "bulk"),
+    "split": lambda: swept("split", None),  # gather.cu and scatter.cu
     "fused_one_shot": lambda: swept("norm", "one_shot"),
     "fused_two_shot": lambda: swept("norm", "two_shot"),
     "rmsnorm": lambda: swept("norm", None),

@@ -24,7 +24,9 @@ from typing import Any
 from tests.tools import machine, processes
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = ("one_shot", "two_shot", "direct", "fused_one_shot", "fused_two_shot", "rmsnorm", "verify", "limit")
+KERNELS = (
+    "one_shot", "two_shot", "direct", "bulk", "split", "fused_one_shot", "fused_two_shot", "rmsnorm", "verify", "limit",
+)  # fmt: skip
 RANKS = 2
 FOUND = 9  # the tool's exit status if it has found something
 # A tool's last line. Racecheck's count is of hazards: errors and warnings.

@@ -14,6 +14,7 @@ from ..arrays import views
 from ..cuda import array_protocols, cupy_runtime, current_streams, torch_runtime
 from ..errors import ArgumentError, CaptureError
 from ..types import Stream
+from .nests import objects, rebuilt
 from .pool import GraphPool
 from .recording import in_pool
 
@@ -98,7 +99,7 @@ class Break:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
     ) -> None:
         self._function, self._name, self._pool = function, _name(function), pool
-        self._args, self._kwargs = without_blocks(args, pool), without_blocks(kwargs, pool)
+        self._args, self._kwargs = without_blocks((args, kwargs), pool)
         self._output: Any = None  # the array returned to the body, if any
 
     def __str__(self) -> str:
@@ -114,7 +115,8 @@ class Break:
         if isinstance(result, _SCALARS):
             return result
         fresh = self._array(result, stream)
-        if _is_in(result, [args, kwargs]) or in_pool(fresh, self._pool):  # its address stays valid
+        given = any(one is result for one in objects([args, kwargs]))
+        if given or in_pool(fresh, self._pool):  # its address stays valid
             output = result
         else:
             with cupy_runtime.allocating(self._pool.allocator, stream):
@@ -161,24 +163,18 @@ def _cannot_return(name: str, result: Any, array: str) -> CaptureError:
     )
 
 
-def _is_in(array: Any, value: Any) -> bool:
-    if type(value) is dict:
-        value = list(value.values())
-    return value is array or (type(value) in (list, tuple) and any(_is_in(array, one) for one in value))
-
-
-def without_blocks(value: Any, pool: GraphPool) -> Any:
-    """Replace the pool's arrays in ``value``, also in lists, tuples and dicts, by views that do not own their block.
+def without_blocks(nest: Any, pool: GraphPool) -> Any:
+    """Replace the pool's arrays in ``nest``, also in lists, tuples and dicts, by views that do not own their block.
 
     The block may be reused: later segments do so at each replay, as at the recording. The memory stays allocated as
     long as the view, whatever becomes of the graph.
     """
-    if type(value) in (list, tuple):
-        return type(value)(without_blocks(one, pool) for one in value)
-    if type(value) is dict:
-        return {key: without_blocks(one, pool) for key, one in value.items()}
-    if views.is_cupy(value):
+
+    def leaf(value: Any) -> Any:
+        if not views.is_cupy(value):
+            return value
         first, past = views.extent(value)
         hold = pool.hold(first, past - first)
         return value if hold is None else views.view_of(value, hold)
-    return value
+
+    return rebuilt(nest, leaf)

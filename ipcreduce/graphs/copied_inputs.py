@@ -7,17 +7,34 @@ would overwrite before it is read is first copied elsewhere.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from ..arrays import views
 from ..arrays.maps import NUMBERS
 from ..arrays.norms import FP8
 from ..errors import ArgumentError
 from ..types import Stream
-from .addresses import OWN, item
+from .addresses import OWN, item, short
 
-_Pair = tuple[str, Any, Any]  # path, array, the recording's array
+
+class _Path(NamedTuple):
+    """The way to an object in the arguments. It becomes text only in messages, as that of a deep nest is long."""
+
+    above: _Path | None
+    suffix: Callable[[Any], str]  # maps the key to its part of the text
+    key: Any
+
+    def __str__(self) -> str:
+        parts = []
+        at: _Path | None = self
+        while at is not None:
+            parts.append(at.suffix(at.key))
+            at = at.above
+        return short("".join(reversed(parts)))
+
+
+_Pair = tuple[_Path, Any, Any]  # path, object, the recording's object
 
 
 def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
@@ -27,7 +44,7 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
     :raises ArgumentError: if the two nests do not correspond.
     """
     pairs: list[_Pair] = []
-    for name, source, target in _pairs(new, recorded, ""):
+    for name, source, target in _pairs(new, recorded):
         there, here = views.view(target, stream), views.view(source, stream)
         if here.shape != there.shape or here.dtype != there.dtype:
             raise ArgumentError(
@@ -94,29 +111,43 @@ def _meets(array: Any, ranges: list[tuple[int, int]]) -> bool:
     return index >= 0 and ranges[index][1] > first
 
 
-def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, array, recorded array) for each device array, in the order of the arguments."""
+def _pairs(new: Any, recorded: Any) -> Iterator[_Pair]:
+    """Yield (path, array, recorded array) for each device array, once, in the order of the arguments."""
+    met: dict[tuple[int, int], _Pair] = {}  # keeps the objects, whose ids others would get
+    roots = zip(("args", "kwargs"), new, recorded, strict=True)
+    left = [(_Path(None, str, name), one, other) for name, one, other in roots][::-1]
+    while left:
+        pair = path, new, recorded = left.pop()
+        if met.setdefault((id(new), id(recorded)), pair) is not pair:
+            continue
+        inside = _inside(*pair)
+        if inside is not None:
+            left += inside[::-1]
+        elif views.locate(recorded) is not None:
+            if views.locate(new) is None:
+                kind = type(new).__qualname__
+                raise ArgumentError(f"{path} was a device array at the recording, and is {kind} now")
+            yield pair
+        elif views.locate(new) is not None:
+            kind = type(recorded).__qualname__
+            raise ArgumentError(f"{path} is a device array now, and was {kind} at the recording")
+
+
+def _inside(path: _Path, new: Any, recorded: Any) -> list[_Pair] | None:
+    """The members of a container of the recording, each with the one in its place; None if it is no container."""
     if type(recorded) in (list, tuple, dict):
         same = type(new) is type(recorded) and len(new) == len(recorded)
         if not same or (type(new) is dict and new.keys() != recorded.keys()):
-            raise ArgumentError(f"{path or 'the arguments'} must have {len(recorded)} entries, as at the recording")
-        for key in recorded if type(recorded) is dict else range(len(recorded)):
-            name = path + item(key) if path else ("args", "kwargs")[key]
-            yield from _pairs(new[key], recorded[key], name)
-    elif own := [part for part in OWN if isinstance(recorded, part[0])]:
-        if type(new) is not type(recorded) or _form(new) != _form(recorded):
-            raise ArgumentError(
-                f"{path} differs from the {type(recorded).__qualname__} of the recording in more than its arrays. Pass "
-                "one that differs in its arrays alone, or record with this one"
-            )
-        for _, name, read in own:
-            yield from _pairs(read(new), read(recorded), f"{path}.{name}")
-    elif views.locate(recorded) is not None:
-        if views.locate(new) is None:
-            raise ArgumentError(f"{path} was a device array at the recording, and is {type(new).__qualname__} now")
-        yield path, new, recorded
-    elif views.locate(new) is not None:
-        raise ArgumentError(f"{path} is a device array now, and was {type(recorded).__qualname__} at the recording")
+            raise ArgumentError(f"{path} must have {len(recorded)} entries, as at the recording")
+        keys = recorded if type(recorded) is dict else range(len(recorded))
+        return [(_Path(path, item, key), new[key], recorded[key]) for key in keys]
+    own = [part for part in OWN if isinstance(recorded, part[0])]
+    if own and (type(new) is not type(recorded) or _form(new) != _form(recorded)):
+        raise ArgumentError(
+            f"{path} differs from the {type(recorded).__qualname__} of the recording in more than its arrays. Pass "
+            "one that differs in its arrays alone, or record with this one"
+        )
+    return [(_Path(path, ".{}".format, name), read(new), read(recorded)) for _, name, read in own] or None
 
 
 def _form(argument: Any) -> tuple[Any, ...]:

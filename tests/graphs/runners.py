@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -301,6 +302,45 @@ def copied_inputs(comm: Any) -> None:
     given_back(comm, before)
 
 
+def deep_and_cyclic_nests(comm: Any) -> None:
+    """Whatever the address check walks through, runners and breaks take: as arguments, copied ones, and results."""
+
+    def cyclic(x: Any) -> Any:
+        return (one := [x, {"x": (x,)}]).append(one) or one
+
+    def deep(x: Any) -> Any:
+        for _ in range(3000):
+            x = [(x,), {}]
+        return x
+
+    def inner(nest: Any) -> Any:
+        while type(nest) in (list, tuple):
+            nest = nest[0]
+        return nest
+
+    @eager_break
+    def add(nest: Any) -> Any:
+        inner(nest)[:] += 1
+        return inner(nest)
+
+    for make, copied in itertools.product((cyclic, deep), (False, True)):
+        call = lambda nest, make=make: make(add(make(comm.allreduce(inner(nest)))))  # noqa: E731
+        with GraphRunner(call, comm, copy_inputs=copied) as runner:
+            nest = make(mine(50))
+            for turn in range(1, 4):
+                with forward_context("a"):
+                    result = runner(nest)
+                right(inner(result), TOTAL * turn + 1)
+                if copied:
+                    nest = make(mine(50) * (turn + 1))
+                else:
+                    inner(nest)[:] += RANK + 1
+            if copied:
+                with raises(ArgumentError, "[0][0]", "float32 (50,)", "float32 (51,)"), forward_context("a"):
+                    runner(make(mine(51)))
+                works(comm)
+
+
 class Scaled(FP8):
     """A user's own."""
 
@@ -486,6 +526,6 @@ def fails_while_recording(comm: Any) -> None:
 
 SCENARIOS = [
     one_for_each_batch, which_calls_replay, full_around_piecewise, contexts, addresses, elsewhere_on_one_rank,
-    copied_inputs, arrays_of_our_own_arguments, inputs_at_the_same_place, inputs_that_share_memory,
-    inputs_of_a_replay_that_runs, descriptors_differ, fails_while_recording,
+    copied_inputs, deep_and_cyclic_nests, arrays_of_our_own_arguments, inputs_at_the_same_place,
+    inputs_that_share_memory, inputs_of_a_replay_that_runs, descriptors_differ, fails_while_recording,
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from ..texts import described, shown, text_of, whole
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
+_MOST_RANKS = 1 << 16  # start-up gathers 2 KB of each
 _LOCAL_RANK = "LOCAL_RANK"  # a variable that torchrun sets
 _MEMBER = exchange.struct(exchange.Kind.MEMBER, ("rank", "<u4"), ("size", "<u4"))
 
@@ -60,22 +61,23 @@ def of(group: Any) -> exchange.Ranks:
         alone = missing and launchers.seems_alone() and not _torch_has_ranks()
         group = _alone(missing) if alone else mpi.require().COMM_WORLD
     module: Any = mpi.loaded()
-    if module is not None and isinstance(group, module.Comm):
-        ranks = MpiRanks.of(group)
-        if group == module.COMM_WORLD:  # any other communicator of one rank is meant to have one
-            launchers.check(group)
-        return ranks
     try:
-        made = _of_torch(group) or _of_object(group)
-    except Exception as error:  # the group's library raises errors of its own
+        is_of_mpi = module is not None and isinstance(group, module.Comm)
+        made = None if is_of_mpi else _of_torch(group) or _of_object(group)
+    except (Exception, SystemExit) as error:  # the group's library raises errors of its own
         raise ArgumentError(
             f"group is {shown(group)}, which is no group ({described(error)}). Pass an mpi4py intracommunicator, a "
             "torch.distributed process group, or an object with rank, size and allgather(bytes): see ipcreduce.Group"
         ) from error
-    if not 0 <= made.rank < made.size:
+    if made is None:
+        ranks = MpiRanks.of(group)
+        if group == module.COMM_WORLD:  # any other communicator of one rank is meant to have one
+            launchers.check(group)
+        return ranks
+    if not 0 <= made.rank < made.size <= _MOST_RANKS:
         raise ArgumentError(
-            f"this process has rank {made.rank} in a group of {made.size}, and ranks go from 0 to size - 1. Make the "
-            "communicator in the processes of the group only"
+            f"this process has rank {shown(made.rank)} in a group of {shown(made.size)}, and ranks go from 0 to size - "
+            f"1, for at most {_MOST_RANKS} processes. Make the communicator in the processes of the group only"
         )
     return made
 
@@ -202,7 +204,10 @@ class _Call:
         try:
             if before is not None:
                 before.thread.join(math.inf)
-            self.found = allgather(self.data)
+            found = allgather(self.data)
+            if isinstance(found, (list, tuple)):  # perhaps of a subclass, whose methods may raise, as bytes' may
+                found = [bytes(one) if isinstance(one, bytes) else one for one in found]
+            self.found = found
         except BaseException as error:  # SystemExit too: it would end this thread only
             self.error = error
 

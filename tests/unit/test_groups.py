@@ -98,7 +98,22 @@ def test_what_is_no_group_is_refused(group: Any, words: str):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0), (0, -1), (5, 3)])
+@pytest.mark.parametrize(("name", "error"), [("rank", SystemExit(3)), ("__class__", ReferenceError("gone"))])
+def test_a_group_whose_attributes_raise_is_refused(name: str, error: BaseException, monkeypatch: pytest.MonkeyPatch):
+    """Also where MPI is loaded, whose classes are asked first."""
+
+    class Raising(Echo):
+        def __getattribute__(self, asked: str) -> Any:
+            if asked == name:
+                raise error
+            return super().__getattribute__(asked)
+
+    monkeypatch.setattr(groups.mpi, "loaded", lambda: types.SimpleNamespace(Comm=threading.Thread))
+    with pytest.raises(ArgumentError, match=rf"which is no group \({type(error).__name__}: "):
+        groups.of(Raising())
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0), (0, -1), (5, 3), (0, 1 << 70), (9, 10**9)])
 def test_a_rank_outside_of_its_group_is_refused(rank: int, size: int):
     with pytest.raises(ArgumentError, match=f"this process has rank {rank} in a group of {size}, and ranks go from 0"):
         ipcreduce.Communicator(types.SimpleNamespace(rank=rank, size=size, allgather=list))
@@ -124,6 +139,26 @@ def test_an_answer_of_another_form_is_refused(answer: Any, found: str):
         gather(group)
     with pytest.raises(ArgumentError, match=re.escape(words)):
         ipcreduce.Communicator(group)
+
+
+class Bytes(bytes):
+    """Those of a library."""
+
+    def __len__(self) -> int:
+        raise OSError("no length")
+
+
+class Lazy(list[bytes]):
+    """Fetches what it has been asked for."""
+
+    def __iter__(self) -> Any:
+        raise OSError("not fetched")
+
+
+def test_bytes_and_lists_of_a_library_are_taken_by_what_they_hold():
+    assert gather(Echo(lambda rank, data: Bytes(data)), call=5)["call"].tolist() == [5] * 3
+    with pytest.raises(PeerLostError, match="the group's allgather raised OSError: not fetched"):
+        gather(types.SimpleNamespace(rank=1, size=3, allgather=lambda data: Lazy([data] * 3)))
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("gone"), SystemExit(3), KeyError("x")])

@@ -12,6 +12,7 @@ import resource
 from typing import Any
 
 _SHOWN = (str, bytes, bool, int, float, complex)  # messages show the values of these types
+_CUT = b"..."
 _NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
 
 
@@ -67,9 +68,11 @@ def whole(text: str | None) -> int | None:
 
 
 def encoded(text: str, most: int | None = None) -> bytes:
-    """The text as UTF-8, cut between two characters to at most ``most`` bytes."""
+    """The text as UTF-8; of more than ``most`` bytes its beginning, which ends between two characters, and "..."."""
     data = str.encode(text, "utf-8", "backslashreplace")
-    return data if most is None or len(data) <= most else data[:most].decode(errors="ignore").encode()
+    if most is None or len(data) <= most:
+        return data
+    return (data[: max(0, most - len(_CUT))].decode(errors="ignore").encode() + _CUT)[:most]
 
 
 def decoded(data: bytes) -> str:

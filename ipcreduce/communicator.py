@@ -45,8 +45,8 @@ class Communicator(Collectives):
         ``rank``, ``size`` and ``allgather(bytes)``. None for ``MPI.COMM_WORLD``; without an MPI library and without a
         launcher that is this process alone. Only mpi4py's are used after start-up, to reduce host arrays where the
         ranks share no memory. MPI is not initialised for the others.
-    :param device: this rank's GPU: an ordinal, "auto" for the local rank modulo the visible GPUs (it is made
-        current), or None for CuPy's current device.
+    :param device: this rank's GPU: an ordinal or a library's device, such as ``torch.device("cuda", 1)`` or "cuda:1";
+        "auto" for the local rank modulo the visible GPUs (it is made current); or None for CuPy's current device.
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.
     :param algorithm: "one_shot" or "two_shot" forces one at every size, for tests; "direct" too, in registered graphs
         (elsewhere that is "two_shot"). The same on every rank. NCCL takes no notice of it.

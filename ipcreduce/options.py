@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ VARIABLES = (
     "IPCREDUCE_HOSTID", "IPCREDUCE_MEMORY", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB",
 )  # fmt: skip
 ALGORITHMS = "one_shot", "two_shot", "bulk", "direct"
+# What a device has of PyTorch (its type may be "cpu", and its index None), JAX, CuPy and Numba, and cuda.core.
+_KINDS, _ORDINALS = ("type", "platform"), ("index", "local_hardware_id", "id", "device_id")
 _MB = 1 << 20
 BACKENDS = ("ipc", "nccl", "mpi")
 VIRTUAL = "vmm"
@@ -35,7 +38,7 @@ _DEFAULT_SECONDS = 120.0
 class Options:
     """One rank's options. ``wrong`` is the error message for an invalid option; None if all options are valid."""
 
-    device: Any
+    device: Any  # an ordinal; "auto"; None for the current one
     timeout: float
     algorithm: str | None
     backend: str | None  # None: the first of BACKENDS that works here
@@ -81,12 +84,10 @@ class Options:
             nbytes, sync, memory = workspace_bytes(workspace), is_on("IPCREDUCE_SYNC"), workspace_memory()
         except ArgumentError as error:
             wrong = text_of(error)
-        ordinal = getattr(device, "id", device)
-        if not (device is None or (isinstance(device, str) and device == "auto") or _is_ordinal(ordinal)):
-            wrong = (
-                f"device is {shown(device)}, which is no GPU's ordinal. Pass the ordinal of a visible GPU, from 0, or "
-                "'auto', or leave device= away: arrays on the host need no GPU, and each rank gets one of its own"
-            )
+        try:
+            device = _device(device)
+        except ArgumentError as error:
+            wrong = text_of(error)
         if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
             wrong = f"algorithm is {shown(algorithm)}, which is unknown. Pass {', '.join(ALGORITHMS)} or None"
             algorithm = None
@@ -101,6 +102,29 @@ class Options:
 
 def _is_ordinal(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def _device(given: Any) -> Any:
+    """The ordinal of a GPU, "auto", or None for the current one, from any form in which libraries name a GPU.
+
+    :raises ArgumentError: if it names none.
+    """
+    if given is None or (isinstance(given, str) and given == "auto"):
+        return given
+    kind = next((getattr(given, name) for name in _KINDS if hasattr(given, name)), "cuda")
+    if isinstance(given, str):
+        found = re.fullmatch("cuda(?::([0-9]{1,9}))?", given)
+        ordinal = whole(found[1]) if found else given
+    else:
+        ordinal = next((getattr(given, name) for name in _ORDINALS if hasattr(given, name)), given)
+    on_gpu = kind in ("cuda", "gpu")
+    if not on_gpu or not (ordinal is None or _is_ordinal(ordinal)):
+        of = "" if on_gpu else f" of type {shown(kind)}"
+        raise ArgumentError(
+            f"device is {shown(given)}{of}, which names no GPU. Pass the ordinal of a visible GPU, from 0, or 'auto', "
+            "or leave device= away: arrays on the host need no GPU, and each rank gets one of its own"
+        )
+    return ordinal
 
 
 def workspace_bytes(given: Any = None) -> int:

@@ -24,7 +24,7 @@ def share_device(
 ) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
     """Choose this rank's GPU and tell the other ranks. Collective. Returns it and every rank's exchange.DEVICE record.
 
-    :param device: the argument of ``Communicator``.
+    :param device: see :class:`Options`.
     :param local_rank: this process's number on its host, for "auto".
     :param deadline: by the clock of :mod:`ipcreduce.clock`.
     :raises ArgumentError: on every rank, if ``device`` is wrong on one.
@@ -34,7 +34,7 @@ def share_device(
     try:
         count = driver.device_count()
         info = driver.device_info(_chosen(device, local_rank, count))
-        if isinstance(device, str) and device == "auto":
+        if device == "auto":
             with open_to_processes(info.ordinal):
                 cupy_runtime.use_device(info.ordinal)
         if info.capability < MIN_CAPABILITY:
@@ -78,15 +78,14 @@ def _chosen(device: Any, local_rank: int, count: int) -> int:
     """The ordinal of ``device``, which is one of ``count`` visible GPUs. :raises ArgumentError: if it names none."""
     if device is None:
         return cupy_runtime.current_device()
-    if isinstance(device, str) and device == "auto":
+    if device == "auto":
         return local_rank % count
-    ordinal = getattr(device, "id", device)
-    if ordinal >= count:  # its type has been checked: see Options
+    if device >= count:
         raise ArgumentError(
             f"device {shown(device)} is none of the {count} GPUs that this process sees. Pass an ordinal below "
             f"{count}, 'auto' or None"
         )
-    return int(ordinal)
+    return int(device)
 
 
 def advise_spreading(devices: np.ndarray[Any, Any], warn: Callable[[str], None]) -> None:

@@ -549,8 +549,8 @@ CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": 1}, "which is unknown. Pass one_shot, two_shot, bulk, direct or None"),
     ({"algorithm": ["one_shot"]}, "which is unknown. Pass one_shot, two_shot, bulk, direct or None"),
     *(
-        ({"device": device}, "which is no GPU's ordinal. Pass the ordinal of a visible GPU, from 0, or 'auto'")
-        for device in (-1, "cuda:0", "AUTO", 0.0, True, [0])
+        ({"device": device}, "which names no GPU. Pass the ordinal of a visible GPU, from 0, or 'auto'")
+        for device in (-1, "cpu:0", "AUTO", 0.0, True, [0])
     ),
     ({"timeout": np.ones(6)}, "timeout is ndarray, which is no positive number of seconds"),
     (

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ipcreduce import options
@@ -96,6 +99,32 @@ def test_any_wrong_workspace_is_told_in_few_words(monkeypatch: pytest.MonkeyPatc
     wrong = options.Options.of(None, 1.0, None).wrong
     assert wrong is not None
     assert "Set it to megabytes" in wrong[:200]
+
+
+@pytest.mark.parametrize(
+    ("given", "ordinal"),
+    [
+        (None, None), ("auto", "auto"), (2, 2), (np.int64(2), 2), ("cuda:2", 2), ("cuda", None),
+        (SimpleNamespace(type="cuda", index=2), 2), (SimpleNamespace(type="cuda", index=None), None),  # PyTorch's
+        (SimpleNamespace(id=2), 2), (SimpleNamespace(device_id=2), 2),  # CuPy's and Numba's; cuda.core's
+        (SimpleNamespace(platform="gpu", id=5, local_hardware_id=2), 2),  # JAX's, whose id counts all processes' GPUs
+    ],
+)  # fmt: skip
+def test_a_device_of_any_library(given: Any, ordinal: Any):
+    found = options.Options.of(given, 1.0, None)
+    assert (found.wrong, found.device) == (None, ordinal)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        True, -1, 1.0, "cpu", "cuda:", "cuda:-1", "cuda:x", "cuda:0:0", "1", (1,), "cuda:" + "1" * 5000,
+        SimpleNamespace(type="cpu", index=None), SimpleNamespace(type="cpu", index=0), SimpleNamespace(id="0"),
+        SimpleNamespace(platform="cpu", id=0, local_hardware_id=0),
+    ],
+)  # fmt: skip
+def test_what_names_no_gpu_is_refused(given: Any):
+    assert re.match("device is .{,60}, which names no GPU. Pass", options.Options.of(given, 1.0, None).wrong or "")
 
 
 class Raising:

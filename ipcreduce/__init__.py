@@ -7,7 +7,10 @@ Importing needs no GPU, no driver and no MPI; each is looked for when it is used
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
+from typing import TYPE_CHECKING
 
 from .arrays.maps import Map
 from .arrays.norms import FP8
@@ -65,3 +68,13 @@ __all__ = [  # noqa: RUF022 - as sorted() sorts
     "get_forward_context",
     "reduce_scatter",
 ]
+
+if not TYPE_CHECKING:  # for a type checker, every name would be one of this module
+
+    def __getattr__(name: str) -> object:
+        """Import ``ipcreduce.torch`` when it is first used, if the program has imported PyTorch."""
+        if name != "torch":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if sys.modules.get(name) is None:
+            raise AttributeError("ipcreduce.torch needs PyTorch, which is not imported. Write: import ipcreduce.torch")
+        return importlib.import_module("ipcreduce.torch")

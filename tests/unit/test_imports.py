@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -38,6 +39,19 @@ def test_importing_needs_no_gpu_no_mpi_and_no_framework():
 @pytest.mark.parametrize("missing", ["cupy", "cuda", "mpi4py", "torch"])
 def test_importing_works_where_it_is_missing(missing: str):
     python(f"import sys\nsys.modules[{missing!r}] = None\nimport ipcreduce\nprint(ipcreduce.__version__)")
+
+
+def test_the_package_for_pytorch_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    """If the program has imported PyTorch: else this would."""
+    found = types.ModuleType("ipcreduce.torch")
+    monkeypatch.setitem(sys.modules, "ipcreduce.torch", found)
+    monkeypatch.delattr(ipcreduce, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with pytest.raises(AttributeError, match=r"PyTorch, which is not imported. Write: import ipcreduce\.torch"):
+        _ = ipcreduce.torch
+    assert not hasattr(ipcreduce, "touch")
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert ipcreduce.torch is found
 
 
 # ---- without MPI: mpi4py's wheel raises RuntimeError where it finds no MPI library

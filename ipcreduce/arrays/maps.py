@@ -159,7 +159,7 @@ def _number(name: str, value: Any, kind: str) -> np.ndarray[Any, Any]:
     else:
         of = "float64" if isinstance(value, float) else "int64"
     try:
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return np.asarray(value).astype(of) if isinstance(value, np.generic) else np.array(value, of)
     except OverflowError:
         raise ArgumentError(f"the operand {name} does not fit into {of}. Pass a smaller number") from None

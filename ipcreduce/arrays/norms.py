@@ -177,7 +177,7 @@ def _number(value: Any, name: str, least: float = -math.inf) -> float:
         rounded = c_float(value).value  # a tenth of the time that NumPy takes with its warnings off
     else:
         try:
-            with np.errstate(over="ignore"):
+            with np.errstate(all="ignore"):
                 rounded = float(np.float32(value))
         except OverflowError:  # an int that is no float64 either
             rounded = math.inf
@@ -245,13 +245,7 @@ def _check_apart(arrays: Mapping[str, Any]) -> None:
                     f"{output} shares memory with {name}. Pass outputs that share memory with no other argument: only "
                     "out may be x itself, and residual_out the residual itself"
                 )
-            if not _same_elements(written, array):
+            if not views.same_elements(written, array):
                 raise ArgumentError(
                     f"{output} shares a part of the memory of {name}. Pass {name} itself as {output}, or memory apart"
                 )
-
-
-def _same_elements(array: Any, other: Any) -> bool:
-    if isinstance(array, np.ndarray):  # of one shape and dtype, as device arrays are
-        return array.ctypes.data == other.ctypes.data and array.strides == other.strides
-    return views.same_elements(array, other)

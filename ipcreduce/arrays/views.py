@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,9 @@ import numpy as np
 
 from .. import advice
 from ..cuda import array_protocols, cupy_runtime, streams, torch_runtime, torch_tensors
-from ..cuda.array_protocols import Locate
 from ..cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from ..dtypes import KIND_NAMES
-from ..errors import ArgumentError, Location
+from ..errors import ArgumentError
 from ..texts import text_of
 from ..types import Stream
 
@@ -90,7 +88,7 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     else:
         found = _viewed(array, stream, ordered)
     if not pointer(found) and found.size:
-        raise ArgumentError(_no_memory(type(array)))
+        raise ArgumentError(array_protocols.no_memory(type(array)))
     return found
 
 
@@ -138,10 +136,6 @@ def _refused(array: Any, error: object) -> str:
         remedy = advice.for_dtype_named(name)
         return f"a {kind} of {dtype} cannot be reduced. The dtypes are {allowed}. {remedy}"
     return f"the {kind} does not give its memory: {text_of(error)}"
-
-
-def _no_memory(kind: type) -> str:
-    return f"the {kind.__qualname__} does not give its memory: {array_protocols.NO_MEMORY}"
 
 
 class _Unordered:
@@ -229,17 +223,29 @@ def is_contiguous(array: Any) -> bool:
 
 def extent(array: Any) -> tuple[int, int]:
     """The first address of a device or host array, and the one past its last."""
-    on_host = isinstance(array, np.ndarray)
-    start = array.ctypes.data if on_host else pointer(array)
-    if not on_host and is_contiguous(array):  # the usual case: saves 1 us of each call in a recording
+    start = _start(array)
+    if not isinstance(array, np.ndarray) and is_contiguous(
+        array
+    ):  # the usual case: saves 1 us of each call in a recording
         return start, start + array.nbytes
     first, past = _reach(array.shape, array.strides, array.dtype.itemsize)
     return start + first, start + past
 
 
+def _start(array: Any) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else pointer(array)
+
+
+def steps(array: Any) -> tuple[int, ...]:
+    """The strides of an array; 0 along an axis of one element, whose stride is never taken, and may be any."""
+    return tuple(stride * (length > 1) for length, stride in zip(array.shape, array.strides, strict=True))
+
+
 def same_elements(array: Any, other: Any) -> bool:
-    """True if two device arrays of one shape are the same elements: the same address, strides and dtype."""
-    return bool(pointer(array) == pointer(other) and array.strides == other.strides and array.dtype == other.dtype)
+    """True if two arrays of one shape, both on the device or both on the host, are the same elements."""
+    if _start(array) != _start(other) or array.dtype != other.dtype:
+        return False
+    return bool(array.strides == other.strides or steps(array) == steps(other))
 
 
 def overlap(array: Any, other: Any) -> bool:
@@ -340,58 +346,3 @@ def is_cupy(array: Any) -> bool:
 def view_of(array: Any, owner: Any) -> Any:
     """A CuPy array over the same memory that keeps ``owner`` alive, in place of the memory's block."""
     return _over(pointer(array), array.shape, array.dtype, array.strides, owner, device_of(array))
-
-
-def locator(kind: type) -> Locate | None:
-    """A function that reads where an array of this type lies, without copy or CUDA call; None for other types.
-
-    The function returns the :data:`Location`, or None for an array that is not on a GPU.
-    """
-    cupy = cupy_runtime.cupy or sys.modules.get("cupy")
-    if cupy is not None and issubclass(kind, cupy.ndarray):
-        return lambda array: (array.data.ptr, array.shape, array_protocols.dtype_name(array.dtype), array.strides)
-    if torch_runtime.is_plain_type(kind):
-        return _locate_tensor
-    if torch_runtime.is_wrapper_type(kind):
-        return _refuse_wrapper
-    return array_protocols.locator(kind)
-
-
-def _refuse_wrapper(tensor: Any) -> None:
-    if tensor.device.type == "cuda":
-        raise ArgumentError(f"array {torch_tensors.problem(tensor)}")
-
-
-def _locate_tensor(tensor: Any) -> Location | None:
-    """Read the tensor's own attributes: its protocols fail if it requires grad, also within torch.no_grad()."""
-    problem = torch_tensors.own_problem(tensor)
-    if problem and tensor.is_cuda and torch_runtime.is_zero(tensor):
-        raise ArgumentError(f"array {problem}")
-    place = None if problem else torch_runtime.place_of(tensor)
-    if place is None:  # it is not on a GPU, or has a dtype that NumPy lacks, or its memory is not its values
-        read = array_protocols.locator(type(tensor))
-        return None if read is None else read(tensor)
-    address, shape, dtype, strides, _ = place
-    return address, shape, array_protocols.dtype_name(dtype), strides
-
-
-def locate(array: Any) -> Location | None:
-    """The location of a device array; None for any other object.
-
-    :raises ArgumentError: if the array does not give its address, or has no memory of its own.
-    """
-    kind = type(array)
-    find, attributes = locator(kind), array_protocols.attributes(kind)
-    if find is None and attributes is not None:
-        find = array_protocols.carried(kind, attributes(array))
-    return None if find is None else checked(find(array), kind)
-
-
-def checked(place: Location | None, kind: type) -> Location | None:
-    """The location itself, checked. :raises ArgumentError: if its address is 0 although it has elements.
-
-    :param kind: the array's type, for the message.
-    """
-    if place is not None and not place[0] and 0 not in place[1]:
-        raise ArgumentError(_no_memory(kind))
-    return place

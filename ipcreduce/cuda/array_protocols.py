@@ -32,6 +32,11 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 )
 
 
+def no_memory(kind: type) -> str:
+    """The error message for an array of this type whose elements have address 0."""
+    return f"the {kind.__qualname__} does not give its memory: {NO_MEMORY}"
+
+
 def namespaces(kind: type) -> list[Mapping[str, Any]]:
     """The ``__dict__`` of a class and of each base class, in method resolution order."""
     mro, namespace = (type.__dict__[name].__get__ for name in ("__mro__", "__dict__"))

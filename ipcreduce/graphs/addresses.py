@@ -14,7 +14,7 @@ from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
-from ..arrays import views
+from ..arrays import locations
 from ..arrays.maps import Map
 from ..arrays.norms import FP8
 from ..cuda import array_protocols
@@ -86,7 +86,7 @@ def _layout(kind: type) -> _Layout:
     attributes = array_protocols.attributes(kind)
     if attributes is not None:
         parts.append(_Part(partial(_attributes, attributes), ".{}".format))
-    return _Layout(views.locator(kind), tuple(parts), attributes)
+    return _Layout(locations.locator(kind), tuple(parts), attributes)
 
 
 # Our own classes of arguments, with the name of what holds their arrays, and how it is read, also of a subclass.
@@ -193,7 +193,7 @@ class Walk:
                     locate = array_protocols.carried(type(value), layout.attributes(value))
                 if locate is not None:
                     try:
-                        place = views.checked(locate(value), type(value))
+                        place = locations.checked(locate(value), type(value))
                     except ArgumentError as error:
                         raise ArgumentError(f"{short(self._path(number) + suffix(key))}: {error}") from error
                     step.arrays.append((position, locate, place))

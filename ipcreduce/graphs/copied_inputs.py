@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..arrays import views
+from ..arrays import locations, views
 from ..arrays.maps import NUMBERS
 from ..arrays.norms import FP8
 from ..errors import ArgumentError
@@ -68,7 +68,7 @@ def _check_apart(pairs: list[_Pair]) -> None:
     open_ones: list[_Pair] = []  # that begin before the one at hand
     for pair in sorted(pairs, key=lambda one: views.extent(one[2])[0]):
         name, here, there = pair
-        if here.strides != there.strides and views.has_shared_elements(there):
+        if views.steps(here) != views.steps(there) and views.has_shared_elements(there):
             raise ArgumentError(
                 f"{name} has strides {here.strides}, but had {there.strides} at the recording, where elements share "
                 "memory. Record with an array whose elements have memory of their own"
@@ -90,7 +90,8 @@ def _alike(pair: _Pair, other: _Pair) -> bool:
     if views.same_elements(here, other_here) and views.same_elements(there, other_there):
         return True
     moved_alike = views.pointer(here) - views.pointer(there) == views.pointer(other_here) - views.pointer(other_there)
-    return moved_alike and here.strides == there.strides and other_here.strides == other_there.strides
+    one, two = (views.steps(a) == views.steps(b) for a, b in ((here, there), (other_here, other_there)))
+    return moved_alike and one and two
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -123,12 +124,12 @@ def _pairs(new: Any, recorded: Any) -> Iterator[_Pair]:
         inside = _inside(*pair)
         if inside is not None:
             left += inside[::-1]
-        elif views.locate(recorded) is not None:
-            if views.locate(new) is None:
+        elif locations.locate(recorded) is not None:
+            if locations.locate(new) is None:
                 kind = type(new).__qualname__
                 raise ArgumentError(f"{path} was a device array at the recording, and is {kind} now")
             yield pair
-        elif views.locate(new) is not None:
+        elif locations.locate(new) is not None:
             kind = type(recorded).__qualname__
             raise ArgumentError(f"{path} is a device array now, and was {kind} at the recording")
 

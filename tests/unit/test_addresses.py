@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.arrays import views
+from ipcreduce.arrays import locations
 from ipcreduce.arrays.maps import Map
 from ipcreduce.arrays.norms import FP8
 from ipcreduce.cuda import cupy_runtime
@@ -319,7 +319,7 @@ def test_a_deep_nest():
     made = check(nest)
     made.verify([("x", nest)])
     error = difference(made, deep(B))
-    assert error.changed == {f"x{path}": (views.locate(A), views.locate(B))}
+    assert error.changed == {f"x{path}": (locations.locate(A), locations.locate(B))}
     assert len(str(error)) < 500
 
 
@@ -428,7 +428,7 @@ def test_differences_are_named():
     error = caught.value
     assert error.missing == ("args[0][1]",)
     assert error.added == ("attn_metadata.x",)
-    assert error.changed == {"args[0][0]": (views.locate(A), views.locate(D))}
+    assert error.changed == {"args[0][0]": (locations.locate(A), locations.locate(D))}
     assert "args[0][0]: 0x1000 -> 0x4000" in str(error)
     assert "missing args[0][1]" in str(error)
     assert "added   attn_metadata.x" in str(error)
@@ -445,14 +445,14 @@ def test_differences_are_named():
 )
 def test_all_of_an_array_is_compared(attribute: str, value: Any, text: str):
     array = Array(0x1000)
-    made, before = check(array), views.locate(array)
+    made, before = check(array), locations.locate(array)
     array.strides = (12, 4)  # as it is without
     made.verify([("x", array)])
     if attribute != "strides":
         array.strides = None
     setattr(array, attribute, value)
     error = difference(made, array)
-    assert error.changed == {"x": (before, views.locate(array))}
+    assert error.changed == {"x": (before, locations.locate(array))}
     assert (error.missing, error.added) == ((), ())
     assert re.search(text + "$", str(error))
 
@@ -637,7 +637,7 @@ def build(nodes: list[Node]) -> list[Any]:
 
 
 def located(found: dict[str, Array]) -> dict[str, Any]:
-    return {path: views.locate(array) for path, array in found.items()}
+    return {path: locations.locate(array) for path, array in found.items()}
 
 
 @settings(max_examples=400, deadline=None)

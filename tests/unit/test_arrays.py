@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.arrays import views
+from ipcreduce.arrays import locations, views
 from ipcreduce.cuda import cupy_runtime, torch_runtime, torch_tensors
 from ipcreduce.errors import ArgumentError, UnsupportedError
 from tests.shared.capsules import capsule_of
@@ -131,12 +131,12 @@ def test_large_arrays_are_not_looked_at_element_by_element():
 
 
 def test_the_location_by_interface():
-    assert views.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
-    assert views.locate(Tensor(interface((2, 3), "<f2"))) == (0x1000, (2, 3), "float16", (6, 2))
-    assert views.locate(Tensor(interface((2, 3), "<f8", (8, 16)))) == (0x1000, (2, 3), "float64", (8, 16))
-    assert views.locate(Tensor(interface((), "<i4"))) == (0x1000, (), "int32", ())
-    assert views.locate(Tensor(interface((4,), "<V2"))) == (0x1000, (4,), "bfloat16", (2,))
-    assert views.locate(Tensor(interface((4,), "|b1"))) == (0x1000, (4,), "bool", (1,))
+    assert locations.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
+    assert locations.locate(Tensor(interface((2, 3), "<f2"))) == (0x1000, (2, 3), "float16", (6, 2))
+    assert locations.locate(Tensor(interface((2, 3), "<f8", (8, 16)))) == (0x1000, (2, 3), "float64", (8, 16))
+    assert locations.locate(Tensor(interface((), "<i4"))) == (0x1000, (), "int32", ())
+    assert locations.locate(Tensor(interface((4,), "<V2"))) == (0x1000, (4,), "bfloat16", (2,))
+    assert locations.locate(Tensor(interface((4,), "|b1"))) == (0x1000, (4,), "bool", (1,))
 
 
 @pytest.mark.parametrize("dtype", ["i1", "i8", "u2", "f2", "f4", "f8", "c8", "?"])
@@ -144,9 +144,9 @@ def test_the_location_by_dlpack(dtype: str):
     base = np.zeros((6, 8), dtype)
     for array in (base, base[1:, 2:], base[:, ::-2].T, base[2, 3:4].reshape(()), base[:0]):
         expected = array.ctypes.data, array.shape, array.dtype.name, array.strides
-        assert views.locate(Exported(array)) == expected
-        assert views.locate(Exported(array, 13)) == expected  # kDLCUDAManaged
-        assert views.locate(Exported(array, 1)) is None
+        assert locations.locate(Exported(array)) == expected
+        assert locations.locate(Exported(array, 13)) == expected  # kDLCUDAManaged
+        assert locations.locate(Exported(array, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_dlpack_with_an_offset_and_no_strides(code: int, bits: int, name: str):
     new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     capsule = new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(tensor), b"dltensor", None)
     size = bits // 8
-    assert views.locate(Tensor(KeyError(), capsule)) == (0x1020, (2, 3), name, (3 * size, size))
+    assert locations.locate(Tensor(KeyError(), capsule)) == (0x1020, (2, 3), name, (3 * size, size))
 
 
 class Producer:
@@ -197,9 +197,9 @@ def test_an_address_of_0_is_refused(versions: bool, monkeypatch: pytest.MonkeyPa
         types.SimpleNamespace(__cuda_array_interface__=interface((1,), "<f2") | {"data": (0, True)}),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=f"the {type(nothing).__name__} {NOTHING}"):
-            views.locate(nothing)
+            locations.locate(nothing)
     for fine in (Producer(versions, address=0, shape=(3, 0)), Tensor(interface((0,), "<f2") | {"data": (0, False)})):
-        place = views.locate(fine)
+        place = locations.locate(fine)
         assert place is not None
         assert place[0] == 0
     for shape in ((6,), ()):
@@ -213,7 +213,7 @@ def test_an_address_of_0_is_refused(versions: bool, monkeypatch: pytest.MonkeyPa
             self.dtype, self.strides = np.dtype("f4"), (4,)
 
     monkeypatch.setattr(cupy_runtime, "cupy", types.SimpleNamespace(ndarray=Array))
-    for read in (views.locate, lambda array: views.view(array, 0)):
+    for read in (locations.locate, lambda array: views.view(array, 0)):
         with pytest.raises(ArgumentError, match=f"Array {NOTHING}"):
             read(Array(0, 1))
         read(Array(0, 0))
@@ -249,24 +249,24 @@ def test_what_says_that_it_may_be_written():
 
 
 def test_the_location_by_a_capsule_of_version_1():
-    assert views.locate(Producer()) == (0x1000, (2, 3), "float32", (12, 4))
-    assert views.locate(Producer(flags=1)) == (0x1000, (2, 3), "float32", (12, 4))
-    for read in (views.locate, views.host_view):
+    assert locations.locate(Producer()) == (0x1000, (2, 3), "float32", (12, 4))
+    assert locations.locate(Producer(flags=1)) == (0x1000, (2, 3), "float32", (12, 4))
+    for read in (locations.locate, views.host_view):
         with pytest.raises(ArgumentError, match=r"its capsule is of DLPack 2\.0, and ipcreduce reads version 1"):
-            read(Producer(major=2, device=2 if read is views.locate else 1))
+            read(Producer(major=2, device=2 if read is locations.locate else 1))
 
 
 def test_the_location_by_dlpack_when_the_interface_fails():
     array = np.arange(3.0)
-    assert views.locate(Tensor(KeyError("float8"), array.__dlpack__())) == views.locate(Exported(array))
+    assert locations.locate(Tensor(KeyError("float8"), array.__dlpack__())) == locations.locate(Exported(array))
     with pytest.raises(ArgumentError, match="Tensor does not give its address: requires grad"):
-        views.locate(Tensor(RuntimeError("no")))
+        locations.locate(Tensor(RuntimeError("no")))
 
 
 def test_what_has_no_location():
-    assert views.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
+    assert locations.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
     for wrong in (np.ones(3), np.float32(3), [OnDevice()], None, "text", OnDevice, memoryview(b"1")):
-        assert views.locate(wrong) is None
+        assert locations.locate(wrong) is None
 
 
 def test_the_location_of_an_object_that_carries_its_interface():
@@ -280,10 +280,10 @@ def test_the_location_of_an_object_that_carries_its_interface():
     class OfNumpy(np.ndarray):
         pass
 
-    assert views.locate(Instance()) == (0x1000, (1,), "float32", (4,))
+    assert locations.locate(Instance()) == (0x1000, (1,), "float32", (4,))
     host = np.ones(3).view(OfNumpy)
     host.__cuda_array_interface__ = interface((1,), "<f4")
-    assert views.locate(host) is None
+    assert locations.locate(host) is None
 
 
 def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
@@ -346,9 +346,9 @@ def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(cupy_runtime, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Array))  # by the user, not by us
-    assert views.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
+    assert locations.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert views.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
+    assert locations.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
 
 
 def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):

@@ -280,6 +280,16 @@ def test_wrong_arguments(comm: ipcreduce.Communicator, change: dict[str, Any], w
     comm.allreduce_rmsnorm(X, W)
 
 
+@np.errstate(all="raise")
+def test_numbers_where_the_program_lets_numpy_raise(comm: ipcreduce.Communicator):
+    for value in (np.float64(1e-50), np.longdouble("1e-4000")):  # they round to 0
+        for name in ("eps", "weight_bias"):
+            found, right = (comm.allreduce_rmsnorm(X, W, **{name: one})[0] for one in (value, 0.0))
+            assert same_bits(found, right)
+    with pytest.raises(ArgumentError, match="eps is nan"):
+        comm.allreduce_rmsnorm(X, W, np.float64("nan"))
+
+
 def test_outputs_that_share_memory(comm: ipcreduce.Communicator):
     """Of the eight arrays, only out and x may be one, and residual_out and residual, if they are just the same."""
     length = 512
@@ -310,6 +320,10 @@ def test_outputs_that_share_memory(comm: ipcreduce.Communicator):
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=f"shares memory with {name}"):
             comm.allreduce_rmsnorm(**({"x": X, "weight": W} | given))
+    rows = np.lib.stride_tricks.as_strided  # the stride along the one row of an array may be any
+    for one, other in itertools.product((1024, 8), (2048, 0)):
+        alike = [rows(BUFFER, (1, 256), (stride, 4)) for stride in (one, other)]
+        comm.allreduce_rmsnorm(alike[0], W, out=alike[1])
     backwards = at(0)[:, ::-1]
     with pytest.raises(ArgumentError, match=r"a part of the memory of x\. Pass x itself as out"):
         comm.allreduce_rmsnorm(at(0), W, out=backwards)

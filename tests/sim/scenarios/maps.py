@@ -264,6 +264,13 @@ def known_expressions_around() -> None:
         with raises(errors.ArgumentError, "operand a has shape (10, 100)"):
             comm.allreduce(x, out=out, then=then)
         a.shape = (1000,)
+        for _ in range(3):  # the operand is out itself, by another view of its one row
+            both.fill(3)
+            row = both.reshape(2, 1000)[:1, :8]
+            holds(
+                comm.allreduce(x[:8].reshape(1, 8), out=row, then=Map(SUM, s=2.0, a=both[:8].reshape(1, 8))),
+                TOTAL * 2 + 3,
+            )
         for target in (both[8:1008], both[:1000]):
             with raises(errors.ArgumentError, "operand a shares memory with out"):
                 comm.allreduce(x, out=target, then=Map(SUM, s=2.0, a=both[4:1004]))

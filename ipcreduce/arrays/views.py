@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,10 @@ def is_device(array: Any, what: str = "array") -> bool:
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if array_protocols.has(array, "__dlpack_device__"):
-        device_type = int(array.__dlpack_device__()[0])
+        try:
+            device_type = int(array.__dlpack_device__()[0])
+        except Exception as error:  # JAX raises for an array that is sharded or deleted
+            raise ArgumentError(_refused(array, error)) from error
         if device_type in (*_ON_GPU, *_ON_HOST):
             return device_type in _ON_GPU
         raise ArgumentError(
@@ -113,7 +117,7 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
     :param what: the argument's name, for messages.
     :raises ArgumentError: if the array's library gives no view, or NumPy does not have the dtype.
     """
-    kind, bfloat16 = type(array).__qualname__, "bfloat16" in str(getattr(array, "dtype", ""))
+    kind, bfloat16 = type(array).__qualname__, "bfloat16" in _dtype_text(array)
     try:
         if torch_runtime.is_tensor(array):
             view = array_protocols.host_view(torch_runtime.detached(array))
@@ -129,13 +133,20 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
 
 
 def _refused(array: Any, error: object) -> str:
-    kind, dtype = type(array).__qualname__, str(getattr(array, "dtype", ""))
+    kind, dtype = type(array).__qualname__, _dtype_text(array)
     name = dtype.rpartition(".")[2]  # PyTorch's dtypes begin with "torch."
     if name and name not in KIND_NAMES:
         allowed = ", ".join(KIND_NAMES)
         remedy = advice.for_dtype_named(name)
         return f"a {kind} of {dtype} cannot be reduced. The dtypes are {allowed}. {remedy}"
-    return f"the {kind} does not give its memory: {text_of(error)}"
+    return f"the {kind} does not give its memory: {text_of(error).rstrip('.')}. Pass an array that does, or a copy"
+
+
+def _dtype_text(array: Any) -> str:
+    """The dtype of any library's array; "" if it has none, or does not tell."""
+    with suppress(Exception):
+        return str(array.dtype)
+    return ""
 
 
 class _Unordered:

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import ArgumentError, Location
+from ..texts import text_of
 
 Locate = Callable[[Any], "Location | None"]
 PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
@@ -91,7 +92,7 @@ def locator(kind: type, own: Collection[str] = ()) -> Locate | None:
                 return None
             except Exception as error:
                 refusal = error
-        raise ArgumentError(f"the {kind.__qualname__} does not give its address: {refusal}") from refusal
+        raise ArgumentError(f"the {kind.__qualname__} does not give its address: {text_of(refusal)}") from refusal
 
     return locate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -146,10 +146,13 @@ class Break:
             views.copy_into(due, found, stream)
 
     def _array(self, result: Any, stream: Stream) -> Any:
-        with suppress(ArgumentError):
+        refusal = None
+        try:
             if views.is_device(result, "what a break returns"):
                 return views.view(result, stream)
-        raise _cannot_return(self._name, result, "a device array")
+        except ArgumentError as error:
+            refusal = error
+        raise _cannot_return(self._name, result, "a device array") from refusal
 
 
 def _name(function: Callable[..., Any]) -> str:

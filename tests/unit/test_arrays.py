@@ -64,6 +64,36 @@ def test_where_an_array_lies():
             views.is_device(wrong)
 
 
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+class Deleted(ByDlpack):
+    """As JAX's arrays that are deleted, or lie on several GPUs. It does not tell its dtype either."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @property
+    def dtype(self) -> Any:
+        raise self.error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "text"), [(BufferError("sharded."), "sharded. Pass an array"), (Mute(), "a Mute")])
+def test_an_array_that_does_not_tell_where_it_lies(error: Exception, text: str):
+    with pytest.raises(ArgumentError, match=f"the Deleted does not give its memory: {text}") as caught:
+        views.is_device(Deleted(error))
+    assert caught.value.__cause__ is error
+    with pytest.raises(ArgumentError, match="the Deleted does not give its address: "):
+        locations.locate(Deleted(error))
+
+
 class Tensor:
     """As PyTorch's: both protocols, of which the interface fails in ways of its own."""
 

@@ -235,8 +235,9 @@ def _check_same_build(ranks: Ranks, builds: list[bytes]) -> None:
 
 @cache
 def _build() -> str:
-    """The version of this package, and a digest of its modules and kernels on disk."""
+    """The version of this package, and a digest of its modules and kernels on disk, or of the zip with them."""
     sources = sorted(path for path in _FOLDER.rglob("*.py") if path.parent.name != "kernels")  # a wheel has them there
+    sources = sources or [path for path in _FOLDER.parents if path.is_file()]  # a zip
     with suppress(UnsupportedError):  # host arrays need no kernels
         sources += sorted(kernel_directory().glob("*.cu*"))
     digest = hashlib.sha256()

@@ -33,6 +33,11 @@ def kernel_directory() -> Path:
     for directory in (package, tree):
         if all((directory / name).is_file() for name in _SOME_SOURCES):
             return directory
+    if not package.parent.is_dir():
+        raise UnsupportedError(
+            f"the kernels' sources cannot be read, as ipcreduce is imported from a zip ({package.parent}), and the "
+            "compiler reads files. Unpack the zip into a folder of sys.path, or install ipcreduce by pip"
+        )
     raise UnsupportedError(
         f"the kernels' sources are missing: neither {package}, their place in a wheel, nor {tree}, their place in a "
         f"source tree, has {' and '.join(_SOME_SOURCES)}. Install ipcreduce again: pip install --force-reinstall"

@@ -157,3 +157,10 @@ def test_kernels_that_are_missing_are_an_error_with_advice(build: Callable[[str]
     assert found.startswith("the kernels' sources are missing: neither ")
     assert str(site / "ipcreduce" / "kernels") in found
     assert "pip install --force-reinstall" in found
+
+
+def test_a_zip_has_no_kernels_for_the_compiler(build: Callable[[str], Path], site: Path):
+    found = kernels_found(site, build("wheel"))
+    assert found.startswith("the kernels' sources cannot be read, as ipcreduce is imported from a zip")
+    assert str(build("wheel") / "ipcreduce") in found
+    assert "Unpack the zip" in found

@@ -72,13 +72,19 @@ def make_way(calls: Calls) -> None:
         while calls.nested:
             calls.nested.pop(0)()
         return
-    error = UnsupportedError(
-        f"a signal handler, a finaliser or a method of an array has made this call within call {calls.number} of the "
-        "same communicator and thread. Let it set a flag, and make the call where the program looks at that flag."
-    )
+    error = UnsupportedError(is_within("this call was made", calls))
     error.locate(calls.rank, calls.number + 1 + len(calls.nested))
     calls.nested.append(partial(calls.fail, error, begun=False))
     raise error
+
+
+def is_within(what: str, calls: Calls) -> str:
+    """The error message for what a thread does within a call of its own."""
+    return (
+        f"{what} within call {calls.number} of the same communicator and thread: by the host function of a Map, a "
+        "method of an array, a signal handler or a finaliser. Do it before or behind that call. A handler can set a "
+        "flag at which the program looks"
+    )
 
 
 def tell_nested(calls: Calls) -> None:

@@ -283,11 +283,7 @@ class GraphSession:
 
     def _check_not_within(self, what: str) -> None:
         if self.calls.within:
-            raise UnsupportedError(
-                f"rank {self.calls.rank}: a signal handler or a finaliser called {what} within call "
-                f"{self.calls.number} of the same thread. Let it set a flag, and call {what} where the program looks "
-                "at the flag"
-            )
+            raise UnsupportedError(f"rank {self.calls.rank}: {turns.is_within(f'{what} was called', self.calls)}")
 
     def recover(self) -> int:
         """See :meth:`Communicator.recover`. :raises UnsupportedError: within a call of the same thread."""

@@ -958,7 +958,7 @@ class Nesting:
 
 def nested_calls(comm: Any) -> None:
     """A call within one of the same thread is refused; the one around it is made, and so is another communicator's."""
-    words = "a signal handler, a finaliser or a method of an array has made this call within call"
+    words = "this call was made within call"
     with ipcreduce.Communicator(timeout=30, backend=comm.backend) as other:
         for turn in range(3):
             array: Any = mine(1000 + turn)

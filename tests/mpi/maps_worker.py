@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import ipcreduce
@@ -32,6 +33,11 @@ def main() -> None:
             raise AssertionError("a call without a function for the host")
         except ipcreduce.UnsupportedError as error:
             assert f"rank {rank}, call" in str(error)  # noqa: PT017 - every rank raises it
+        assert (comm.allreduce(np.ones(3)) == size).all()
+        with pytest.raises(
+            ipcreduce.UnsupportedError, match=f"made within call {comm.calls + 1} .* host function of a"
+        ):
+            comm.allreduce(np.ones(3), then=Map("v", host=comm.allreduce))
         assert (comm.allreduce(np.ones(3)) == size).all()
     print(f"rank {rank}: right", flush=True)
 

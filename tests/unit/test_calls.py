@@ -296,11 +296,13 @@ def test_a_nested_call_is_refused_and_the_one_around_it_is_made(ranks: list[Rank
 
     (nested,), made = nested_in(first, how, [first.call if how == "usual" else fast])
     assert isinstance(nested, UnsupportedError), nested
-    assert re.match("rank 0, call 2: a signal handler, .* has made this call within call 1 of the same", str(nested))
+    assert re.match(
+        "rank 0, call 2: this call was made within call 1 of the same .*: by the host function of a Map, ", str(nested)
+    )
     assert made == 1
     assert together(others) == [1] * len(others), "the call around it is made on every rank"
     for rank in others:
-        raised_by(rank, PeerFailedError, "rank 0 raised an error .UnsupportedError: rank 0, call 2: a signal handler")
+        raised_by(rank, PeerFailedError, "rank 0 raised an error .UnsupportedError: rank 0, call 2: this call was made")
     assert go_on(ranks) == [3] * len(ranks)
 
 
@@ -359,7 +361,7 @@ def test_a_nested_call_in_one_that_fails_is_told_behind_the_meeting(ranks: list[
     assert (type(nested), type(made)) == (UnsupportedError, ArgumentError)
     for rank in others:
         raised_by(rank, PeerFailedError, "raised an error .ArgumentError: rank 0, call 1: no such op")
-    told_and_made(ranks, "raised an error (UnsupportedError: rank 0, call 2: a signal handler", call=3)
+    told_and_made(ranks, "raised an error (UnsupportedError: rank 0, call 2: this call was made", call=3)
 
 
 def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):

@@ -327,7 +327,7 @@ def test_within_a_call_or_a_recording():
     rank = make_ranks(1)[0]
     found = turns.make(rank.calls, lambda: outcome(rank.session.recover))
     assert isinstance(found, UnsupportedError)
-    assert "called recover() within call 1" in str(found)
+    assert "recover() was called within call 1 of" in str(found)
 
     class Recording:
         in_this_thread, error = True, None

@@ -152,7 +152,7 @@ def resumed_within_resume() -> None:
         usual = backend.resume
 
         def resume(*given: Any) -> bool:
-            with raises(errors.UnsupportedError, "a signal handler, a finaliser or a method of an array"):
+            with raises(errors.UnsupportedError, "this call was made within call"):
                 comm.resume()
             return usual(*given)
 

@@ -448,7 +448,7 @@ def called_within_synchronize() -> None:
         right(made[0])
         comm._open.calls.within = True
         try:
-            with raises(errors.UnsupportedError, "synchronize() within call"):
+            with raises(errors.UnsupportedError, "synchronize() was called within call"):
                 comm.synchronize()
         finally:
             comm._open.calls.within = False

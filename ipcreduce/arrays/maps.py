@@ -31,7 +31,7 @@ _MOST_OPERANDS = 32
 NUMBERS = (bool, int, float, np.generic)
 _HALVES = "float16", "bfloat16"
 _PACK = {"float32": struct.Struct("<f").pack, "float64": struct.Struct("<d").pack, "int64": struct.Struct("<q").pack}
-# The words of C++ that are no words of Python, the macros of kernels/, and what their headers or compilers may define.
+# The words of C++ that are no words of Python, the macros of kernels/, and what their headers may define.
 _CPP = """
 alignas alignof and_eq asm auto bitand bitor bool case catch char char16_t char32_t char8_t co_await co_return co_yield
 compl concept const const_cast consteval constexpr constinit decltype default delete do double dynamic_cast enum
@@ -43,7 +43,7 @@ wchar_t xor xor_eq
 _RESERVED = frozenset([
     "v", *_CPP.split(), *(word.lower() for word in keyword.kwlist),
     "CLUSTER_KERNEL", "DEVICE", "DEVICE_NOINLINE", "KERNEL", "KERNEL_ARGS", "LARGE_SHARED", "MAP_ELEMENT", "NULL",
-    "OPERAND", "SHARED", "linux", "unix",
+    "OPERAND", "SHARED",
 ])  # fmt: skip
 _RESERVED_FORMS = re.compile(r"__|IPCREDUCE|_[A-Z]|operand_|operandtype_")  # at the beginning of a name
 
@@ -70,8 +70,8 @@ class Map:
     def __init__(self, expression: str, /, *, host: Callable[..., Any] | None = None, **operands: Any) -> None:
         if not isinstance(expression, str) or not expression.strip():
             raise ArgumentError(f'the expression is {shown(expression)}. Pass C++ in a str, such as "v * s + a"')
-        if not expression.isascii() and printable(expression) != expression:
-            raise ArgumentError(f"the expression is {shown(expression)}, which is no UTF-8. Pass other characters")
+        if "\0" in expression or (not expression.isascii() and printable(expression) != expression):
+            raise ArgumentError(f"the expression is {shown(expression)}, with a NUL or no UTF-8. Pass other characters")
         if host is not None and not callable(host):
             raise ArgumentError(f"host is a {type(host).__qualname__}. Pass a function of v and the operands")
         if len(operands) > _MOST_OPERANDS:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import INSTALL, IpcReduceError, UnsupportedError
 from ..logs import WARNING, log
+from ..texts import text_of
 from .expressions import Expression
 
 _SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell ipcreduce's ``kernels`` from another project's
@@ -182,10 +183,11 @@ def compile_kernel(
         try:
             cubin = bytes(Program(source, "c++", options).compile("cubin").code)
         except Exception as error:  # cuda.core has an exception type for each library that it calls
-            if "NVRTC" not in str(error) and "nvrtc" not in str(error):
-                raise UnsupportedError(f"the compiler does not run ({error}): {INSTALL}") from error
-            if expression is not None:
-                raise expression.error(error) from error
-            raise IpcReduceError(f"{name}.cu does not compile for {options.arch}:\n{error}") from error
+            said = text_of(error)
+            if "NVRTC" not in said.upper():
+                raise UnsupportedError(f"the compiler does not run ({said}): {INSTALL}") from error
+            if expression is not None and "NVRTC_ERROR_COMPILATION" in said:
+                raise expression.error(said) from error
+            raise IpcReduceError(f"{name}.cu does not compile for {options.arch}:\n{said}") from error
         _cache().put(key, cubin)
     return cubin

@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..errors import ArgumentError, IpcReduceError
+from ..errors import ArgumentError
 from ..texts import text_of
 
 KINDS = ("full", "row", "scalar")  # as in map.cuh: an array of the message's shape, or of its last dimension; a number
 _FILE = "expression"  # by which the compiler's messages name it
-# NVRTC says "expression(2): error: ...", and g++, which serves the simulated device, "expression:2:7: error: ...".
-_PLACE = re.compile(rf"^{_FILE}(?:\((\d+)\)|:(\d+)(?::\d+)?): *(?:fatal )?error:? *(.*)$", re.MULTILINE)
+# NVRTC says "expression(2): error: ..." or "At end of source: error: ...", and g++, which serves the simulated device,
+# "expression:2:7: error: ...". The kernel's own file is named for a value of a wrong type: the function's beginning.
+_ERROR = re.compile(
+    r"^(?:At end of source|(\S+?)(?:\((\d+)\)|:(\d+)(?::\d+)?)): *(?:\w+ )?error:? *(.*)$", re.MULTILINE
+)
 _MOST_ERRORS = 5  # in a message
 
 
@@ -47,21 +50,24 @@ class Expression:
 
         Line numbers in messages are those of the expression, and then those of the kernel's own file.
         """
+        # A macro of the compiler's, such as CUDART_VERSION, in place of an operand's name would be another program.
+        undefined = "".join(f"#undef {one.name}\n" for one in self.operands)
         operands = " ".join(f"OPERAND({one.name}, {one.dtype}, {one.kind})" for one in self.operands)
         return (
-            f"#define IPCREDUCE_MAP\n#define IPCREDUCE_OPERANDS {operands}\n#include <map.cuh>\n"
+            f"{undefined}#define IPCREDUCE_MAP\n#define IPCREDUCE_OPERANDS {operands}\n#include <map.cuh>\n"
             f'MAP_ELEMENT {{ return (\n#line 1 "{_FILE}"\n{self.text}\n); }}\n#line 1 "{kernel}.cu"\n'
         )
 
-    def error(self, log: object) -> IpcReduceError:
-        """The error for a compiler's log: :class:`ArgumentError` if the expression is wrong."""
+    def error(self, log: object) -> ArgumentError:
+        """The error for the log of a compiler that has refused the kernel, which compiles without the expression."""
         text = text_of(log)
         lines = self.text.count("\n") + 1
-        found = [(min(int(one or other), lines), what) for one, other, what in _PLACE.findall(text)]
-        if not found:
-            return IpcReduceError(f"a kernel with the expression {self} does not compile:\n{text}")
-        said = "; ".join(f"line {line}: {what}" for line, what in dict.fromkeys(found[:_MOST_ERRORS]))
+        found = [
+            f"line {min(int(one or other), lines)}: {what}" if file == _FILE else what
+            for file, one, other, what in _ERROR.findall(text)
+        ]
+        said = "; ".join(list(dict.fromkeys(found))[:_MOST_ERRORS]) or text.rstrip("\0\n")
         return ArgumentError(
-            f"the expression of then= does not compile. {said}. The expression is {self}. It is C++, and knows v and "
-            "the operands by their names"
+            f"the expression of then= does not compile. {said}. The expression is {self}. It is C++ with a number as "
+            "its value, and knows v and the operands by their names"
         )

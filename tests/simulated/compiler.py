@@ -156,10 +156,9 @@ def check(content: dict[str, str], expression: Expression) -> None:
         build_compiled(content, checked)
     except IpcReduceError as error:
         found = expression.error(error)
-        if isinstance(found, ArgumentError):
-            partial = failed.with_suffix(f".{os.getpid()}")
-            partial.write_text(str(found))
-            os.replace(partial, failed)
+        partial = failed.with_suffix(f".{os.getpid()}")
+        partial.write_text(str(found))
+        os.replace(partial, failed)
         raise found from error
 
 

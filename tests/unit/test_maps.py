@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ipcreduce import ArgumentError, IpcReduceError, Map, UnsupportedError
+from ipcreduce import ArgumentError, Map, UnsupportedError
 from ipcreduce.arrays import maps
 from ipcreduce.calls.addresses import MapAddresses
 from ipcreduce.calls.request import Member, Request
@@ -66,7 +66,8 @@ def test_macros_of_the_kernels_are_no_operands(subtests: pytest.Subtests):
 def test_what_is_no_description(subtests: pytest.Subtests):
     for given, options, words in (
         ("", {}, "the expression is"), ("  \n", {}, "the expression is"), (3, {}, "the expression is 3"),
-        ("v /* \ud800 */", {}, r"/\* \\ud800 \*/', which is no UTF-8"),
+        ("v /* \ud800 */", {}, r"/\* \\ud800 \*/', with a NUL or no UTF-8"),
+        ("v \0 + 1", {}, r"'v \\x00 \+ 1', with a NUL"),
         ("v", {"host": 3}, "host is a int"), ("v", {f"x{i}": i for i in range(33)}, "at most 32"),
     ):  # fmt: skip
         with subtests.test(words=words), pytest.raises(ArgumentError, match=words):
@@ -203,9 +204,18 @@ def test_lines_of_messages():
         assert 'line 2: identifier "missing" is undefined. The expression is v + missing(a) with a: float32' in str(
             error
         )
-    other = expression.error("one_shot.cu(3): error: no such thing")
-    assert type(other) is IpcReduceError
-    assert "no such thing" in str(other)
+    for log, words in (
+        (
+            'expression(2): catastrophic error: cannot open source file "x"\n',
+            'compile. line 2: cannot open source file "x"',
+        ),
+        (
+            "expression(3): error: a\ncopy.cu(4): error: b\nAt end of source: error: c\n",
+            "compile. line 2: a; b; c. The",
+        ),
+        ("one_shot.cu(3): warning: x\nsomething else\n\0", "x\nsomething else. The expression is v + missing(a)"),
+    ):
+        assert words in str(expression.error(log)), log
 
 
 @pytest.fixture
@@ -235,10 +245,19 @@ def test_expressions_compile(subtests: pytest.Subtests):
 def test_a_wrong_expression_is_named_by_its_lines():
     for text, words in (
         ("v + b", 'line 1: identifier "b" is undefined'), ("v\n+ foo(v)", 'line 2: identifier "foo" is undefined'),
-        ("v +", "line 1: expected"), ("v) + (v;", "line 1"),
+        ("v +", "line 1: expected"), ("v) + (v;", "line 1"), ("v +\n#error no\n1", "line 2: #error directive: no"),
+        ("v +\n#include <x.h>\n1", 'line 2: cannot open source file "x.h"'), ("&v", "type"), ("threadIdx", "uint3"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=re.escape(words)):
             compiler.compile_kernel("copy", sass.macros("float32"), (9, 0), Expression(text, (ROW,)))
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_operands_with_the_names_of_the_compilers_macros():
+    names = "linux", "unix", "CUDART_VERSION", "CUDART_CB", "cudaArrayDefault", "warpSize"
+    expression = Expression(" + ".join(names), tuple(Operand(name, "float32", "scalar") for name in names))
+    assert [*Map(expression.text, **dict.fromkeys(names, 1)).operands] == [*names]
+    assert compiler.compile_kernel("copy", sass.macros("float32"), (9, 0), expression)
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -59,13 +60,20 @@ def for_op(op: Any, known: dict[str, str]) -> str:
         return _IN_PLACE
     if _is_array(op) or (isinstance(op, (list, tuple)) and any(map(_is_array, op))):
         return "The array for the result is the argument out=: allreduce(x, out=y)"
-    for name in (op, getattr(op, "name", None), getattr(op, "__name__", None)):
+    for name in _names(op):
         if isinstance(name, str):
             name = name.strip().lower()
             meant = _OPS.get(name, name)
             if meant in known:
                 return f'Pass "{meant}"'
     return "Pass one of these"
+
+
+def _names(op: Any) -> Iterator[Any]:
+    yield op
+    for name in ("name", "__name__"):
+        with suppress(Exception):  # it may be of any class, whose attributes raise
+            yield getattr(op, name)
 
 
 def for_dtype(dtype: np.dtype[Any]) -> str:

@@ -167,7 +167,7 @@ def is_on(variable: str) -> bool:
 
 def checked_sms(sms: Any) -> int:
     """The argument ``sms`` of a call. :raises ArgumentError: if it is no int from 1 on."""
-    if not _is_ordinal(sms) or sms < 1:
+    if not _is_ordinal(sms) or not 1 <= sms < 1 << 31:
         raise ArgumentError(f"sms is {shown(sms)}. Pass how many blocks the call may have, from 1, or leave it away")
     return int(sms)
 

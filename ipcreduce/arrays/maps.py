@@ -22,13 +22,14 @@ from ..cuda.expressions import Expression, Operand
 from ..dtypes import BFLOAT16, DTYPES, VIEWS, kind_name, op_name
 from ..errors import ArgumentError, UnsupportedError
 from ..float_state import in_standard_state
-from ..texts import printable, shown
+from ..texts import printable, shown, text_of
 from . import views
 from .host_operands import Array, HostOperands, Part, as_numpy
 from .operands import DeviceOperands, PreparedCall, Site, check_device
 
 _MOST_OPERANDS = 32
 NUMBERS = (bool, int, float, np.generic)
+_WANTED = "Let it return an array of the shape of v"
 _HALVES = "float16", "bfloat16"
 _PACK = {"float32": struct.Struct("<f").pack, "float64": struct.Struct("<d").pack, "int64": struct.Struct("<q").pack}
 # The words of C++ that are no words of Python, the macros of kernels/, and what their headers may define.
@@ -335,18 +336,20 @@ class HostMap:
     @in_standard_state  # the function of the program, too
     def _apply(self, reduced: Array) -> Array:
         value = self._host(_widened(reduced), **self._values)
-        value = as_numpy(value, "the result of host=") if isinstance(value, np.ndarray) else np.asarray(value)
-        if value.shape != reduced.shape:
+        try:
+            value = as_numpy(value, "the result of host=") if isinstance(value, np.ndarray) else np.asarray(value)
+            with np.errstate(all="ignore"):
+                same = value.dtype == reduced.dtype
+                found = np.array(value, reduced.dtype, order="C") if same else value.astype(reduced.dtype)
+        except ArgumentError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(
-                f"host of then= has returned shape {value.shape} for shape {reduced.shape}. Let it return an array of "
-                "the shape of v"
-            )
-        with np.errstate(all="ignore"):
-            return (
-                np.array(value, reduced.dtype, order="C")
-                if value.dtype == reduced.dtype
-                else value.astype(reduced.dtype)
-            )
+                f"host of then= has returned no array of numbers: {text_of(error)}. {_WANTED}"
+            ) from error
+        if value.shape != reduced.shape:
+            raise ArgumentError(f"host of then= has returned shape {value.shape} for shape {reduced.shape}. {_WANTED}")
+        return found
 
 
 def _widened(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -30,21 +30,25 @@ def is_device(array: Any, what: str = "array") -> bool:
     :param what: the argument's name, for messages.
     :raises ArgumentError: for anything else.
     """
-    if isinstance(array, np.ndarray):
-        return False
-    if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
-        return True
-    if isinstance(array, NUMBERS):
-        return False
+    try:
+        if isinstance(array, np.ndarray):
+            return False
+        if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
+            return True
+        return not isinstance(array, NUMBERS) and _is_device(array, what)
+    except ArgumentError:
+        raise
+    except Exception as error:  # JAX raises for an array that is sharded or deleted
+        raise ArgumentError(_refused(array, error)) from error
+
+
+def _is_device(array: Any, what: str) -> bool:
     if problem := torch_tensors.problem(array):
         raise ArgumentError(f"{what} {problem}")
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if array_protocols.has(array, "__dlpack_device__"):
-        try:
-            device_type = int(array.__dlpack_device__()[0])
-        except Exception as error:  # JAX raises for an array that is sharded or deleted
-            raise ArgumentError(_refused(array, error)) from error
+        device_type = int(array.__dlpack_device__()[0])
         if device_type in (*_ON_GPU, *_ON_HOST):
             return device_type in _ON_GPU
         raise ArgumentError(

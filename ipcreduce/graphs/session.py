@@ -23,6 +23,7 @@ from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceErro
 from ..ipc.backend import IpcBackend
 from ..logs import INFO, log
 from ..page.fingerprint import Fingerprint
+from ..texts import text_of
 from ..types import Stream
 from .direct.registration import DirectGraphs
 from .pool import CapturedMemory, GraphPool
@@ -349,12 +350,18 @@ class GraphSession:
         """See :meth:`Communicator.empty`."""
         with self.calls.lock:
             self.calls.check_usable()
-            if self.backend is None:
-                return np.empty(shape, dtype)
-            stream, device = cupy_runtime.stream_of()[0], self.backend.device.ordinal
-            shape = (shape,) if isinstance(shape, int) else shape
-            with cupy_runtime.allocating(self._memory.allocator, stream):
-                return views.empty(shape, np.dtype(dtype), stream, device)
+            try:
+                if self.backend is None:
+                    return np.empty(shape, dtype)
+                stream, device = cupy_runtime.stream_of()[0], self.backend.device.ordinal
+                shape = (shape,) if isinstance(shape, int) else shape
+                with cupy_runtime.allocating(self._memory.allocator, stream):
+                    return views.empty(shape, np.dtype(dtype), stream, device)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ArgumentError(
+                    f"rank {self.calls.rank}: no array has the shape or dtype that empty() got: {text_of(error)}. Pass "
+                    "a tuple of ints from 0, and a dtype"
+                ) from error
 
     def close(self, wait: float) -> None:
         """Close the backend, and free the memory of graphs with it. See :meth:`DeviceBackend.close`."""

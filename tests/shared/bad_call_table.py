@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError
+from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError, texts
 from tests.shared.capsules import capsule_of
 from tests.shared.world import WORLD
 
@@ -199,8 +199,10 @@ def bad_arrays() -> Iterator[Row]:
             ADVICE.get(name, "Pass numpy.asarray(it)"),
         )
         yield Row(f"array: {name}", lambda m, c, thing=thing: c.allreduce(thing), words)
-    for sms in (0, -1, True, 2.0, "8", None.__class__):
-        yield Row(f"sms: {sms}", lambda m, c, sms=sms: c.allreduce(mine(m, c), sms=sms), "Pass how many blocks")
+    for sms in (0, -1, True, 2.0, "8", None.__class__, 1 << 31, 10**5000):
+        yield Row(
+            f"sms: {texts.shown(sms)}", lambda m, c, sms=sms: c.allreduce(mine(m, c), sms=sms), "Pass how many blocks"
+        )
     words = ("ByDlpack, lies on DLPack device type 10", "Move it to")
     yield Row("array: on another maker's GPU", lambda m, c: c.allreduce(ByDlpack(10)), words)
     words = ("the ByDlpack does not give its memory: not exported today",)

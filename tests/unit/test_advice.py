@@ -11,6 +11,7 @@ import pytest
 
 from ipcreduce import texts
 from ipcreduce.arrays import lists, views
+from ipcreduce.dtypes import op_name
 from ipcreduce.errors import ArgumentError
 from ipcreduce.graphs.forward_context import MODES, check_word
 from ipcreduce.options import Options, workspace_bytes
@@ -103,3 +104,12 @@ def test_other_arguments(check: Callable[[Any], Any], wrong: Any):
         text = str(error)
     assert type(wrong).__qualname__ in text
     assert len(text) < 400
+
+
+def test_an_op_whose_attributes_raise():
+    class Raising:
+        def __getattr__(self, name: str) -> Any:
+            raise LookupError(name)
+
+    with pytest.raises(ArgumentError, match=r"there is no op \S*Raising\."):
+        op_name(Raising())

@@ -186,6 +186,9 @@ def test_the_function_of_the_host():
     assert seen == [(np.dtype(np.float32), np.dtype(np.float32), 0.5)]
     with pytest.raises(ArgumentError, match=re.escape("returned shape (4,) for shape (2, 4)")):
         host_map(Map("v", host=lambda v: v[0]), np.ones((2, 4))).result([np.ones((2, 4))])
+    for value in ([[1, 2], [3]], ["a"] * 3, {1: 2}, 10**5000):
+        with pytest.raises(ArgumentError, match=r"has returned .*\. Let it return an array of the shape of v"):
+            host_map(Map("v", host=lambda v, value=value: value), np.ones(3)).result([np.ones(3)])
     kept = np.ones(3)
     assert host_map(Map("v", host=lambda v: kept), np.ones(3)).result([np.ones(3)]) is not kept
 

@@ -290,6 +290,15 @@ def test_numbers_where_the_program_lets_numpy_raise(comm: ipcreduce.Communicator
         comm.allreduce_rmsnorm(X, W, np.float64("nan"))
 
 
+def test_arrays_that_cannot_be(comm: ipcreduce.Communicator):
+    for given in (("x",), (-1,), ((3, 4.5),), (3, "no dtype"), (10**5000,)):
+        with pytest.raises(
+            ArgumentError, match=r"^rank 0: no array has the shape or dtype that empty\(\) got: .* Pass a"
+        ):
+            comm.empty(*given)
+    assert comm.empty(np.int64(3)).shape == (3,)
+
+
 def test_outputs_that_share_memory(comm: ipcreduce.Communicator):
     """Of the eight arrays, only out and x may be one, and residual_out and residual, if they are just the same."""
     length = 512

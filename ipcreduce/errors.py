@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 
-from .texts import text_of
+from .texts import printable, text_of
 
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
 INSTALL = "pip install 'ipcreduce[cuda13]', or [cuda12]"  # the remedy if a library for GPUs is missing
@@ -32,7 +32,7 @@ class IpcReduceError(RuntimeError):
     located = False  # locate() has been called
 
     def __init__(self, *args: object, reach: Reach | None = None) -> None:
-        super().__init__(*args)
+        super().__init__(*(printable(one) if isinstance(one, str) else one for one in args))
         if reach is not None:
             self.reach = reach
 

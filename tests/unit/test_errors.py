@@ -61,3 +61,14 @@ def test_errors_pass_between_processes(name: str):
 def test_report_has_one_form():
     assert errors.report(3, 17, "a rank is late", "Do so.") == "rank 3, call 17: a rank is late. Do so."
     assert errors.report(0, 0, "a rank is late", "Do so.") == "rank 0, start-up: a rank is late. Do so."
+
+
+def test_every_message_can_be_encoded():
+    """Also with the name of a file that is no UTF-8."""
+    for error in (
+        errors.ArgumentError("/data/\udcff"),
+        errors.AddressChangedError("\udcff"),
+        errors.CudaError("\udcff", 1, "\udcff"),
+    ):
+        assert "\\udcff" in str(error)
+        str(error).encode()

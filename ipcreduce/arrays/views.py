@@ -14,7 +14,7 @@ from .. import advice
 from ..cuda import array_protocols, cupy_runtime, streams, torch_runtime, torch_tensors
 from ..cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from ..dtypes import KIND_NAMES
-from ..errors import ArgumentError
+from ..errors import ArgumentError, IpcReduceError
 from ..texts import text_of
 from ..types import Stream
 
@@ -36,7 +36,7 @@ def is_device(array: Any, what: str = "array") -> bool:
         if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
             return True
         return not isinstance(array, NUMBERS) and _is_device(array, what)
-    except ArgumentError:
+    except IpcReduceError:
         raise
     except Exception as error:  # JAX raises for an array that is sharded or deleted
         raise ArgumentError(_refused(array, error)) from error

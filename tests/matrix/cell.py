@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ipcreduce import Communicator, IpcReduceError
-from tests.matrix.kinds import KINDS, Kind, Values
+from tests.matrix.kind import Kind, Values
+from tests.matrix.kinds import of_backend
 from tests.shared import clock, reference
 from tests.shared.bounds import until
 
@@ -77,9 +78,9 @@ def each(function: Callable[..., Any], *values: Any) -> Any:
 
 
 @functools.cache
-def due_in(kind: Kind, turn: int) -> Values:
-    """The results of a kind in a turn."""
-    return kind.results(turn)
+def due_in(kind: Kind, turn: int, rank: int) -> Values:
+    """The results of a kind in a turn on a rank."""
+    return kind.results_of(turn, rank)
 
 
 def error_of(comm: Communicator, call: Callable[[], Any]) -> IpcReduceError:
@@ -126,7 +127,8 @@ class Cell:
 
     def differing(self) -> list[tuple[Kind, str]]:
         """The kind's variants and another kind, with words by which an error describes them."""
-        other = KINDS[KINDS.index(type(self.kind)) - 1](size=self.comm.size)
+        kinds = of_backend(self.backend)
+        other = kinds[kinds.index(type(self.kind)) - 1](size=self.comm.size)
         return [*((replace(self.kind, **change), words) for change, words in self.kind.variants), (other, other.words)]
 
     def expect(self, kind: type[IpcReduceError], error: IpcReduceError, *words: str) -> None:
@@ -152,9 +154,11 @@ class Call:
 
         self.inputs: Values = {name: each(new, values) for name, values in kind.inputs(0, rank).items()}
         self.outs: Values = {}
-        for name, values in due_in(kind, 0).items() if form != "new" else ():
+        for name, values in due_in(kind, 0, rank).items() if form != "new" and kind.has_outs else ():
             itself = kind.in_place.get(name) if form == "in place" else None
             self.outs[name] = self.inputs[itself] if itself in self.inputs else each(new, values)
+        if form == "in place":
+            kind.overlap(self.inputs, self.outs, rank)
         self.found: Values = {}
 
     def with_another(self, name: str) -> Call:
@@ -183,7 +187,11 @@ class Call:
     def check(self, turn: int) -> None:
         """Compare all results with those of a turn."""
         for name, array in self.found.items():
-            each(lambda found, due, name=name: self._check(name, found, due), array, due_in(self.kind, turn)[name])
+            each(
+                lambda found, due, name=name: self._check(name, found, due),
+                array,
+                due_in(self.kind, turn, self.rank)[name],
+            )
 
     def _check(self, name: str, array: Any, due: np.ndarray) -> None:
         found = self.place.read(array)
@@ -197,22 +205,24 @@ class Call:
         self.start(comm)
         self.check(turn)
 
-    def is_untouched(self) -> bool:
-        """True if nothing has been written to the results."""
+    def is_untouched(self, turn: int) -> bool:
+        """True if nothing has been written to results and arguments since :meth:`fill`."""
         found: list[bool] = []
         for array in self.outs.values():
             each(lambda one: found.append((self.place.read(one).astype(np.float64) == POISON).all()), array)
+        for name, values in self.kind.inputs(turn, self.rank).items():
+            each(lambda one, due: found.append(reference.same(self.place.read(one), due)), self.inputs[name], values)
         return all(found)
 
     def lacks_data(self) -> bool:
-        """True if all results hold what stands for missing data: NaN, or bytes 0xFF in integers."""
+        """True if all that others have part in holds what stands for missing data: NaN, or bytes 0xFF in integers."""
         found: list[bool] = []
 
         def look(array: Any, due: np.ndarray) -> None:
-            values = self.place.read(array).view(due.dtype)
+            values = self.kind.from_others(self.place.read(array).view(due.dtype), self.rank)
             missing = values.view(np.uint8) == 0xFF if due.dtype.kind in "iu" else np.isnan(values.astype(np.float64))
             found.append(missing.all())
 
         for name, array in self.found.items():
-            each(look, array, due_in(self.kind, 0)[name])
+            each(look, array, due_in(self.kind, 0, self.rank)[name])
         return all(found)

@@ -1,6 +1,6 @@
 """The kinds of calls: arguments, expected results from NumPy, and what differs or is refused.
 
-A new kind is a class here, among KINDS. All values are such that sums are exact in any order.
+A new kind is a class, among KINDS. All values are such that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -14,54 +14,12 @@ import numpy as np
 
 from ipcreduce import FP8, Map
 from ipcreduce.ipc import plan
+from tests.matrix.kind import Kind, Values, whole
+from tests.matrix.split_kinds import AllGather, Broadcast, ReduceScatter
 from tests.shared import norms, reference
 
-Values = dict[str, Any]  # by an argument's name, an array or a list of arrays
 BFLOAT16 = reference.BFLOAT16
 _LONG = plan.BULK_BYTES // 4000 + 1  # rows of 1,000 float32
-
-
-def whole(turn: int, rank: int, shape: Any, dtype: Any = np.float32) -> np.ndarray:
-    """Small whole numbers of a rank in a turn."""
-    return np.random.default_rng((turn, rank)).integers(-4, 5, shape).astype(dtype)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A call that every rank makes. Its fields are what the ranks compare.
-
-    :cvar in_place: the arguments for results that may be another argument, with that one.
-    :cvar variants: the fields of calls that differ from this one, with words by which an error describes them.
-    :cvar words: by which an error describes this call.
-    :ivar number: of what the ranks do not compare: another number makes the same call with other values.
-    """
-
-    name: ClassVar[str]
-    in_place: ClassVar[Mapping[str, str]]
-    words: ClassVar[str]
-    variants: ClassVar[tuple[tuple[dict[str, Any], str], ...]]
-    size: int = 1
-    number: int = 0
-
-    def inputs(self, turn: int, rank: int) -> Values:
-        """The arrays that a rank passes."""
-        raise NotImplementedError
-
-    def results(self, turn: int) -> Values:
-        """What they must give."""
-        raise NotImplementedError
-
-    def call(self, comm: Any, given: Values, stream: Any) -> Values:
-        """Make the call, with the arrays for its results if they are among the given ones."""
-        raise NotImplementedError
-
-    def wrong(self, given: Values) -> tuple[Values, str]:
-        """Arguments that a rank refuses, in place of some of the given ones, and words of the error."""
-        raise NotImplementedError
-
-    def of_all(self, turn: int, name: str) -> list[Any]:
-        """An input of every rank."""
-        return [self.inputs(turn, rank)[name] for rank in range(self.size)]
 
 
 @dataclass(frozen=True)
@@ -239,4 +197,11 @@ class QuantisedNorm(Norm):
     scales: str = "token"
 
 
-KINDS: tuple[type[Kind], ...] = Plain, FewBlocks, List, Expression, Norm, QuantisedNorm
+SPLITS: tuple[type[Kind], ...] = AllGather, ReduceScatter, Broadcast
+KINDS: tuple[type[Kind], ...] = Plain, FewBlocks, List, Expression, Norm, QuantisedNorm, *SPLITS
+LACKING: Mapping[str, tuple[type[Kind], ...]] = {"nccl": SPLITS}  # what a backend does not have
+
+
+def of_backend(backend: str) -> list[type[Kind]]:
+    """The kinds that a backend has."""
+    return [kind for kind in KINDS if kind not in LACKING.get(backend, ())]

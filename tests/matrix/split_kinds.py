@@ -1,0 +1,159 @@
+"""The kinds of calls that split arrays among the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tests.matrix.kind import Kind, Values, whole
+from tests.shared import reference
+
+
+@dataclass(frozen=True)
+class _Split(Kind):
+    """A call that splits arrays: one of shape ``whole``, or a list of that one and of others.
+
+    :ivar uneven: with ``sizes=``, of which all but those of the first and the last rank are 0.
+    """
+
+    whole: tuple[int, ...] = (12, 120)
+    dtype: Any = np.float32
+    axis: int = 0
+    uneven: bool = False
+    further: tuple[tuple[tuple[int, ...], Any], ...] | None = None
+    sms: int | None = None
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """As it is passed."""
+        length = self.whole[self.axis]
+        return [length - 1, *[0] * (self.size - 2), 1][-self.size :] if self.uneven and self.size > 1 else None
+
+    @property
+    def arrays(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Shapes of whole arrays, and dtypes."""
+        return [(self.whole, self.dtype), *(self.further or ())]
+
+    def place(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
+        """A rank's part of an array."""
+        sizes = self.sizes or [shape[self.axis] // self.size] * self.size
+        begin = sum(sizes[:rank])
+        return (*(slice(None),) * (self.axis % len(shape)), slice(begin, begin + sizes[rank]))
+
+    def wholes(self, turn: int, rank: int) -> list[np.ndarray]:
+        """Whole arrays of a rank's values."""
+        return [whole(turn + index, rank, *one) for index, one in enumerate(self.arrays)]
+
+    def parts(self, arrays: list[Any], rank: int) -> list[Any]:
+        """A rank's parts of them."""
+        return [array[self.place(array.shape, rank)] for array in arrays]
+
+    def given(self, arrays: list[Any]) -> Any:
+        """An argument or a result: the list, or the one array."""
+        return arrays[0] if self.further is None else arrays
+
+    def listed(self, given: Any) -> list[Any]:
+        """The opposite of :meth:`given`."""
+        return [given] if self.further is None else given
+
+    def make(self, call: Any, given: Values, stream: Any, **how: Any) -> Values:
+        how |= {"axis": self.axis, "sizes": self.sizes, "sms": self.sms, "stream": stream}
+        return {"out": call(**how | given)}
+
+    def wrong(self, given: Values) -> tuple[Values, str]:
+        return {"axis": 2}, "axis is 2, and array has 2 dimensions"
+
+
+_FURTHER = ((12, 7), np.uint8), ((12, 3, 2), np.float16)
+
+
+@dataclass(frozen=True)
+class AllGather(_Split):
+    """An all-gather of one array."""
+
+    name = "all-gather"
+    words = "all-gather of float32 (12, 120) along axis 0, no sizes="
+    variants: ClassVar = (
+        ({"axis": 1}, "all-gather of float32 (12, 120) along axis 1, no sizes="),
+        ({"uneven": True}, "all-gather of float32 (12, 120) along axis 0, sizes=["),
+        ({"dtype": np.int32}, "all-gather of int32 (12, 120)"), ({"dtype": np.bool_}, "all-gather of bool (12, 120)"),
+        ({"whole": (24, 60)}, "all-gather of float32 (24, 60)"), ({"sms": 3}, " by 3 blocks"),
+        ({"further": _FURTHER}, "all-gather of 3 arrays along axis 0, no sizes="),
+    )  # fmt: skip
+
+    def inputs(self, turn: int, rank: int) -> Values:
+        return {"array": self.given(self.parts(self.wholes(turn, rank), rank))}
+
+    def results(self, turn: int) -> Values:
+        ranks = [self.parts(self.wholes(turn, rank), rank) for rank in range(self.size)]
+        return {"out": self.given([np.concatenate(parts, self.axis) for parts in zip(*ranks, strict=True)])}
+
+    def overlap(self, inputs: Values, outs: Values, rank: int) -> None:
+        inputs["array"] = self.given(self.parts(self.listed(outs["out"]), rank))
+
+    def from_others(self, result: np.ndarray, rank: int) -> np.ndarray:
+        return np.delete(result, self.place(result.shape, rank)[self.axis], self.axis)
+
+    def call(self, comm: Any, given: Values, stream: Any) -> Values:
+        return self.make(comm.allgather, given, stream)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_Split):
+    """A reduce-scatter of one array."""
+
+    name = "reduce-scatter"
+    words = "reduce-scatter by sum of float32 (12, 120) along axis 0, no sizes="
+    variants: ClassVar = (
+        ({"axis": 1}, "reduce-scatter by sum of float32 (12, 120) along axis 1, no sizes="),
+        ({"uneven": True}, "reduce-scatter by sum of float32 (12, 120) along axis 0, sizes=["),
+        ({"dtype": np.int32}, "reduce-scatter by sum of int32 (12, 120)"),
+        ({"op": "max"}, "reduce-scatter by max of float32 (12, 120)"), ({"sms": 3}, " by 3 blocks"),
+        ({"further": _FURTHER}, "reduce-scatter by sum of 3 arrays along axis 0, no sizes="),
+    )  # fmt: skip
+    op: str = "sum"
+
+    def inputs(self, turn: int, rank: int) -> Values:
+        return {"array": self.given(self.wholes(turn, rank))}
+
+    def results_of(self, turn: int, rank: int) -> Values:
+        every = zip(*(self.wholes(turn, one) for one in range(self.size)), strict=True)
+        return {"out": self.given(self.parts([reference.reduce(list(ofs), self.op) for ofs in every], rank))}
+
+    def overlap(self, inputs: Values, outs: Values, rank: int) -> None:
+        outs["out"] = self.given(self.parts(self.listed(inputs["array"]), rank))
+
+    def call(self, comm: Any, given: Values, stream: Any) -> Values:
+        return self.make(comm.reduce_scatter, given, stream, op=self.op)
+
+
+@dataclass(frozen=True)
+class Broadcast(_Split):
+    """A broadcast of one array from the last rank."""
+
+    name = "broadcast"
+    has_outs = False
+    words = "broadcast of float32 (12, 120) from rank "
+    variants: ClassVar = (
+        ({"first": True}, "broadcast of float32 (12, 120) from rank 0"), ({"sms": 3}, " by 3 blocks"),
+        ({"dtype": np.int32}, "broadcast of int32 (12, 120)"), ({"dtype": np.bool_}, "broadcast of bool (12, 120)"),
+        ({"whole": (24, 60)}, "broadcast of float32 (24, 60)"), ({"further": _FURTHER}, "broadcast of 3 arrays"),
+    )  # fmt: skip
+    first: bool = False  # from the first rank
+
+    def inputs(self, turn: int, rank: int) -> Values:
+        return {"array": self.given(self.wholes(turn, rank))}
+
+    def results(self, turn: int) -> Values:
+        return {"out": self.inputs(turn, 0 if self.first else self.size - 1)["array"]}
+
+    def call(self, comm: Any, given: Values, stream: Any) -> Values:
+        how = {"root": 0 if self.first else self.size - 1, "sms": self.sms, "stream": stream} | given
+        result = comm.broadcast(**how)
+        assert result is how["array"], "a broadcast returns what was passed"
+        return {"out": result}
+
+    def wrong(self, given: Values) -> tuple[Values, str]:
+        return {"root": self.size}, f"root is {self.size}. Pass a rank from 0 to {self.size - 1}"

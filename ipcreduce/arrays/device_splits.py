@@ -112,7 +112,9 @@ class _Array:
     def _output(self, given: Any, out: Any, source: Any, part: Shape) -> Any:
         gathers, site = self._call.collective == GATHER, self._site
         if not views.is_device(given, "out"):
-            raise ArgumentError("array lies on the GPU, but out on the host. Pass an array on the same GPU as out")
+            raise ArgumentError(
+                f"array lies on the GPU, but out is a {type(out).__qualname__}. Pass an array on the same GPU as out"
+            )
         target = views.view(given, site.stream, not site.recorded)
         check_form(target, self.whole if gathers else part, source.dtype)
         check_device(site.device, target, "out")

@@ -61,6 +61,8 @@ class HostSplitArray:
         source = as_numpy(array if call.reduces else torch_runtime.float8_as_bytes(array), "array")
         if isinstance(array, views.NUMBERS) and not gathers:
             raise ArgumentError(f"array is a number, and {call.collective} takes arrays. Pass numpy.asarray(it)")
+        if source.dtype.hasobject:
+            raise ArgumentError(f"dtype {source.dtype} is of Python objects, which lie in one process. Pass numbers")
         self._dtype = getattr(array, "dtype", source.dtype)
         self.splitting, self.whole, self.part = splitting.of(source.shape)
         self.source = source.reshape(self.part) if gathers and not source.ndim else source
@@ -91,7 +93,7 @@ class HostSplitArray:
         other = self.source if gathers else target
         what = "array this rank's part of out" if gathers else "out this rank's part of array"
         is_place = place.__array_interface__["data"] == other.__array_interface__["data"] and (
-            place.strides == other.strides or place.flags.c_contiguous
+            place.strides == other.strides or (place.flags.c_contiguous and other.flags.c_contiguous)
         )
         check_place(what, is_place, views.share_memory(self.source, target))
         return target

@@ -52,6 +52,7 @@ from ipcreduce.ranks import connections, exchange
 from tests.shared import (
     alarm,
     bad_call_table,
+    bad_splits,
     bounds,
     clock,
     float_states,
@@ -327,6 +328,10 @@ def wrong_calls(comm: Communicator) -> None:
     print(f"{count} wrong calls")
     assert bad_call_table.run_constructors(device=False) >= 15
     right(comm)
+
+
+def wrong_splits(comm: Communicator) -> None:
+    assert bad_call_table.run(HostModule, comm, bad_splits.rows()) >= 100
 
 
 def late(comm: Communicator) -> None:
@@ -1062,7 +1067,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         every_kind, as_people_write, subclasses, random_calls, lists, lists_that_differ,
-        a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, late,
+        a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, wrong_splits, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
         failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
         late_at_start_up, exceptions_at_start_up, warnings_at_start_up,

@@ -10,7 +10,7 @@ import array
 import fractions
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -475,15 +475,16 @@ def use_closed(module: Any, comm: Any) -> None:
 
 
 # ---- making them
-def run(module: Any, comm: Any) -> int:
-    """Makes every wrong call of the table that this kind of array can make; collective over ``MPI.COMM_WORLD``.
+def run(module: Any, comm: Any, table: Iterable[Row] | None = None) -> int:
+    """Makes every wrong call of a table that this kind of array can make; collective over ``MPI.COMM_WORLD``.
 
+    :param table: None for the one above.
     :returns: how many rows were run. :raises AssertionError: at the first that does not end as the table says.
     """
     host = isinstance(module.buffer(np.zeros(1, np.uint8)), np.ndarray)
     right_after(module, comm, "the first")
     count = 0
-    for number, row in enumerate(rows()):
+    for number, row in enumerate(rows() if table is None else table):
         if row.on == ("device" if host else "host"):
             continue
         for who in row.who:

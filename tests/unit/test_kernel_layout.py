@@ -23,7 +23,7 @@ from ipcreduce.device.kernels import Kernel
 from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS
 from ipcreduce.errors import PeerTimeoutError
 from ipcreduce.graphs.direct import launches as direct_launches
-from ipcreduce.ipc import launches, lists, peers, plan, workspace
+from ipcreduce.ipc import launches, lists, parts, peers, plan, workspace
 from ipcreduce.page import shared_files
 from ipcreduce.page.control_page import Page
 from ipcreduce.page.layout import ABORT_OFFSET, head_bytes, missing_offset
@@ -449,7 +449,8 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
     made = launches_of(3, 4).kernels
     made._compile(Kernel("two_shot", "float16", "avg", 2))
     of_norms = {"IPCREDUCE_SCALE", "IPCREDUCE_CLUSTER"}
-    assert {*passed} == used - {"IPCREDUCE_PARTS", "IPCREDUCE_MAP", "IPCREDUCE_OPERANDS"} - of_norms
+    of_some = {f"IPCREDUCE_{name}" for name in ("PARTS", "MEMBERS", "MAP", "OPERANDS")}
+    assert {*passed} == used - of_some - of_norms
     assert passed == {
         "IPCREDUCE_RANKS": "4",
         "IPCREDUCE_RANK": "3",
@@ -461,6 +462,9 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
     one_array = dict(passed)
     made._compile(Kernel("two_shot", "float16", "avg", 2, lists.SHORT))
     assert passed == one_array | {"IPCREDUCE_PARTS": str(lists.SHORT)}
+    passed.clear()
+    made._compile(Kernel("gather", "float16", "avg", 2, members=parts.SHORT))
+    assert passed == one_array | {"IPCREDUCE_MEMBERS": str(parts.SHORT)}
     passed.clear()
     made._compile(Kernel("fused_two_shot", "float16", depth=2, scale=2, cluster=4))
     assert passed == one_array | {"IPCREDUCE_OP": "sum", "IPCREDUCE_SCALE": "2", "IPCREDUCE_CLUSTER": "4"}

@@ -33,7 +33,8 @@ class _Layout:
     def settle(self, addresses: tuple[int, int], new: bool) -> tuple[int, int] | None:
         part, whole = addresses if self.gathers else addresses[::-1]
         apart = part + self.part <= whole or whole + self.whole <= part
-        return addresses if (part | whole) % self.unit == 0 and (apart or part == whole + self.place) else None
+        in_place = self.place >= 0 and part == whole + self.place
+        return addresses if (part | whole) % self.unit == 0 and (apart or in_place) else None
 
 
 class SplitHits:

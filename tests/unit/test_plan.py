@@ -352,8 +352,12 @@ def test_tables_are_in_order_and_short():
 
 def test_codes_are_apart():
     assert {"uint8", "bool", "float32", "complex64", "float64", "complex128"} <= set(KIND_NAMES)
-    offsets = [plan.code_offset(kind, op) for kind in KIND_NAMES for op in OPS]
-    assert len(set(offsets)) == len(KIND_NAMES) * len(OPS)
+    whole = [(kind, op) for kind in KIND_NAMES for op in OPS]
+    parts = [(kind, f"reduce-scatter {op}") for kind, op in whole]
+    offsets = [
+        plan.code_offset(*of) for of in (*whole, *parts, *((plan.BYTES, op) for op in ("all-gather", "broadcast")))
+    ]
+    assert len(set(offsets)) == 2 * len(KIND_NAMES) * len(OPS) + 2
     assert all(offset % 128 == 0 for offset in offsets)
     assert min(offsets) == 0
     assert max(offsets) + 128 == plan.CODES_BYTES

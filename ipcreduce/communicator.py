@@ -100,6 +100,11 @@ class Communicator(Collectives):
         return "mpi" if backend is None else backend.name
 
     @property
+    def xp(self) -> Any:
+        """The module for this communicator's arrays: NumPy with backend "mpi", and otherwise CuPy."""
+        return np if self._open.backend is None else cupy_runtime.load()
+
+    @property
     def calls(self) -> int:
         """The number of this rank's last call: the ranks count alike.
 

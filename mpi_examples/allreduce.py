@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 from mpi4py import MPI
@@ -11,7 +10,7 @@ from mpi4py import MPI
 import ipcreduce
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
-xp = importlib.import_module("numpy" if comm.backend == "mpi" else "cupy")
+xp = comm.xp
 if comm.backend == "mpi" and comm.rank == 0:
     print("no GPUs here: with GPUs the same lines reduce CuPy arrays, which never pass through the host")
 

@@ -11,7 +11,6 @@ calls the function, and both orders work. Needs two ranks.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ if comm.size == 1:
     comm.close()
     sys.exit(0)
 on_gpus = comm.backend != "mpi"
-xp = importlib.import_module("cupy" if on_gpus else "numpy")
+xp = comm.xp
 if not on_gpus and comm.rank == 0:
     print("no GPUs here: every step calls the function; with GPUs steps 2 to 4 are replays, and the wrong order fails")
 

@@ -7,7 +7,6 @@ NumPy. Without GPUs each run calls the function.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from typing import Any
@@ -20,7 +19,7 @@ import ipcreduce
 RUNS, TOKENS, HIDDEN = 1000, 16, 64
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
-xp = importlib.import_module("numpy" if comm.backend == "mpi" else "cupy")
+xp = comm.xp
 if comm.backend == "mpi" and comm.rank == 0:
     print("no GPUs here: with GPUs the function is recorded once, and each of the other runs is one launch")
 

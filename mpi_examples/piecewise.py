@@ -8,7 +8,6 @@ together at the end of ``comm.capture()``. Every result is checked against NumPy
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ BATCHES = (8, 4, 2, 1)  # the largest first, so that the others find their memor
 LIMIT = 8  # activations are whole numbers up to this magnitude, so that every sum is exact in any order
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
-xp = importlib.import_module("numpy" if comm.backend == "mpi" else "cupy")
+xp = comm.xp
 if comm.backend == "mpi" and comm.rank == 0:
     print("no GPUs here: with GPUs each layer is recorded once for each batch size, and one launch from then on")
 

@@ -6,7 +6,6 @@ y = x @ w is the sum over the ranks of x[:, rows] @ w[rows], so no rank needs al
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import numpy as np
@@ -18,7 +17,7 @@ TOKENS, HIDDEN, OUT = 16, 1000, 512
 TOLERANCE = 1e-5  # relative to the largest element: float32 sums of 1,000 products are taken in another order
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
-xp = importlib.import_module("numpy" if comm.backend == "mpi" else "cupy")
+xp = comm.xp
 if comm.backend == "mpi" and comm.rank == 0:
     print("no GPUs here: with GPUs product and all-reduce run there, one behind the other, without waits on the host")
 

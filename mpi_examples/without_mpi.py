@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import sys
 
@@ -26,7 +25,7 @@ class Group:
 
 def main(rank, rows, barrier):
     comm = ipcreduce.Communicator(Group(rank, rows, barrier), device="auto")  # takes a GPU for each, if there are any
-    xp = importlib.import_module("numpy" if comm.backend == "mpi" else "cupy")
+    xp = comm.xp
     if comm.backend == "mpi" and comm.rank == 0:
         print(
             "no GPUs here: with GPUs the same lines reduce CuPy arrays, which never pass through the host", flush=True

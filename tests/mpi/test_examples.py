@@ -20,6 +20,7 @@ NO_REDUCTION = """
 import contextlib, types
 from mpi4py import MPI
 class Communicator:
+    import numpy as xp
     rank, size, backend = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "mpi"
     def __init__(self, **options): pass
     def allreduce(self, array, op="sum", out=None): return array
@@ -124,7 +125,7 @@ def test_without_mpi(n):
 
 def test_without_mpi_notices_a_wrong_sum(tmp_path: Path):
     (tmp_path / "ipcreduce.py").write_text(
-        "class Communicator:\n    backend = 'mpi'\n"
+        "class Communicator:\n    import numpy as xp\n    backend = 'mpi'\n"
         "    def __init__(self, group, device): self.rank, self.size = group.rank, group.size\n"
         "    def allreduce(self, array): return array\n    def close(self): pass\n"
     )

@@ -13,7 +13,15 @@ from enum import Enum
 from .texts import printable, text_of
 
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
-INSTALL = "pip install 'ipcreduce[cuda13]', or [cuda12]"  # the remedy if a library for GPUs is missing
+PUBLISHED = False  # True once a package index has this package. Until then pip installs it from a clone
+
+
+def installing(extra: str) -> str:
+    """The command that installs this package with an extra."""
+    return f"pip install 'ipcreduce[{extra}]'" if PUBLISHED else f"pip install '.[{extra}]' in a clone of ipcreduce"
+
+
+INSTALL = f"{installing('cuda13')}, or [cuda12]"  # the remedy if a library for GPUs is missing
 
 
 class Reach(Enum):

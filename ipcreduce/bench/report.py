@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cuda import driver
-from ..errors import IpcReduceError, UnsupportedError
+from ..errors import IpcReduceError, UnsupportedError, installing
 from ..ranks.launchers import library
 from . import output
 
@@ -131,7 +131,7 @@ def require_matplotlib() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise UnsupportedError(f"--plot needs matplotlib ({error}): pip install 'ipcreduce[plot]'") from None
+        raise UnsupportedError(f"--plot needs matplotlib ({error}): {installing('plot')}") from None
     return pyplot
 
 

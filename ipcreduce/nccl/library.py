@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ..errors import CudaError, UnsupportedError, first_line
+from ..errors import CudaError, UnsupportedError, first_line, installing
 
 ID_BYTES = 128
 # The codes of nccl.h. NCCL has no 16-bit integers.
@@ -31,8 +31,8 @@ def load() -> Any:
         from nccl.bindings import nccl
     except ImportError as error:
         raise UnsupportedError(
-            f"NVIDIA's binding of NCCL cannot be loaded ({first_line(error)}): pip install 'ipcreduce[nccl-cuda13]', "
-            "or 'ipcreduce[nccl-cuda12]' for CUDA 12"
+            f"NVIDIA's binding of NCCL cannot be loaded ({first_line(error)}): {installing('nccl-cuda13')}, or "
+            "[nccl-cuda12] for CUDA 12"
         ) from None
     try:
         nccl.get_version()

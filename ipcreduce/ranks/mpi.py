@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import clock
-from ..errors import ArgumentError, IpcReduceError, UnsupportedError, first_line
+from ..errors import ArgumentError, IpcReduceError, UnsupportedError, first_line, installing
 from ..texts import whole
 from . import exchange
 
@@ -51,8 +51,8 @@ def require() -> Any:
     """The MPI module, initialised. :raises UnsupportedError: if MPI is missing, not initialised or finalised."""
     if reason := why_missing():
         raise UnsupportedError(
-            f"MPI cannot be loaded ({reason}): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI, "
-            "or pass Communicator a torch.distributed process group or another ipcreduce.Group"
+            f"MPI cannot be loaded ({reason}): {installing('mpi')}, or install MPICH or Open MPI, or pass "
+            "Communicator a torch.distributed process group or another ipcreduce.Group"
         )
     from mpi4py import MPI
 

@@ -59,6 +59,7 @@ def missing(root: Path) -> list[str]:
         ("the addresses for readers, in [project.urls]", "pyproject.toml", r"^\[project\.urls\]\n+[^\n\[]"),
         ("absolute links, for package indexes", "README.md", r"\A(?!(.|\n)*\]\((?!https://|#))"),
         ("an address for private reports", "SECURITY.md", r"^## Reports\n(.|\n)*(https://|@)"),
+        ("PUBLISHED = True, for what messages say to install", "ipcreduce/errors.py", r"^PUBLISHED = True"),
         ("the date of this version", "CHANGELOG.md", section),
     )
     found = [f"{file}: {what}" for what, file, there in asked if not re.search(there, (root / file).read_text(), re.M)]

@@ -391,7 +391,7 @@ def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
         lambda: views.view(OnDevice(), 0),
         lambda: views.empty((3,), np.dtype("f4"), 0, 0),
     ):
-        with pytest.raises(UnsupportedError, match=r"CuPy is not installed .*pip install 'ipcreduce\[cuda13\]'"):
+        with pytest.raises(UnsupportedError, match=r"CuPy is not installed .*pip install '\.\[cuda13\]'"):
             call()
 
 

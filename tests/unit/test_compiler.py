@@ -295,7 +295,7 @@ def test_an_unknown_dtype_does_not_compile():
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'ipcreduce\[cuda13\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[cuda13\]'"):
         compiler.compile_kernel("one_shot", macros(), (9, 0))
 
 

@@ -11,6 +11,7 @@ import pytest
 import ipcreduce
 from benchmarks import pictures
 from docs import results
+from ipcreduce import errors
 from tests.shared import documents
 from tests.tools.machine import ROOT
 
@@ -119,6 +120,17 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert broken_links(page) == list(wrong[:3])
     monkeypatch.setattr(documents, "FILES", "https://here.invalid/")
     assert broken_links(page) == [*wrong[:3], f"{ROOT}/no-file"]
+
+
+def test_no_page_installs_a_package_that_no_index_has() -> None:
+    by_name = [name for name in PAGES if re.search(r"pip install[^\n]* '?ipcreduce|`ipcreduce\[", text_of(name))]
+    assert errors.PUBLISHED or not by_name
+
+
+def test_messages_install_what_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert errors.installing("mpi") == "pip install '.[mpi]' in a clone of ipcreduce"
+    monkeypatch.setattr(errors, "PUBLISHED", True)
+    assert errors.installing("mpi") == "pip install 'ipcreduce[mpi]'"
 
 
 # ---- figures

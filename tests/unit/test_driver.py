@@ -58,7 +58,7 @@ def test_no_bindings(bindings: Any, call: Any, monkeypatch: pytest.MonkeyPatch):
     """They are asked for only where there is a driver."""
     bindings(None)
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"cuda-python is not installed .*pip install 'ipcreduce\[cuda13\]'"):
+    with pytest.raises(UnsupportedError, match=r"cuda-python is not installed .*pip install '\.\[cuda13\]'"):
         call()
 
     def missing(name: str) -> None:

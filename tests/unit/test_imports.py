@@ -105,8 +105,8 @@ def test_ranks_without_mpi_are_told_so(subtests: pytest.Subtests):
     """Each would be a world of its own, and its sums would be wrong without a word."""
     before = UNMADE.format(error="RuntimeError")
     words = (
-        "MPI cannot be loaded (no libmpi.so): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI, or pass "
-        "Communicator a torch.distributed process group or another ipcreduce.Group\n"
+        "MPI cannot be loaded (no libmpi.so): pip install '.[mpi]' in a clone of ipcreduce, or install MPICH or Open "
+        "MPI, or pass Communicator a torch.distributed process group or another ipcreduce.Group\n"
     )
     started = [{rank: "0", size: size_of} for _, rank, size in launchers._LAUNCHERS for size_of in ("1", "2")]
     started += [{"TORCHELASTIC_RUN_ID": "x"}, {"WORLD_SIZE": "2"}, {"PMIX_RANK": "0"}, {"PALS_RANKID": "0"}]

@@ -46,6 +46,7 @@ def test_what_a_release_lacks_is_listed(tmp_path: Path, monkeypatch: pytest.Monk
         "pyproject.toml": ("[project.urls]\n\n[project.scripts]\n", '[project.urls]\nHome = "https://a.invalid"\n'),
         "README.md": ("[a page](docs/a.md)\n", "[a page](https://a.invalid/docs/a.md) [a heading](#a)\n"),
         "SECURITY.md": ("https://a.invalid\n\n## Reports\n\nTell us.\n", "\n## Reports\n\nWrite to a@b.invalid.\n"),
+        "ipcreduce/errors.py": ("PUBLISHED = False\n", "PUBLISHED = True\n"),
         "CHANGELOG.md": ("## 1.2.3\n", "## 1.2.3 - 2030-01-02\n"),
     }
     for name, (before, _) in texts.items():

@@ -114,7 +114,7 @@ def without_the_binding() -> None:
     with pretended_hosts(2), Communicator() as comm:
         assert comm.backend == "mpi"
         right(comm.allreduce(np.full(5, RANK + 1.0)))
-        raises(errors.UnsupportedError, "pip install 'ipcreduce[nccl-cuda13]'", lambda: comm.allreduce(mine()))
+        raises(errors.UnsupportedError, "pip install '.[nccl-cuda13]'", lambda: comm.allreduce(mine()))
     raises(errors.UnsupportedError, "backend nccl was asked for, and cannot be", lambda: Communicator(backend="nccl"))
 
 

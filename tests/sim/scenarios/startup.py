@@ -176,7 +176,7 @@ def exclusive_compute_mode() -> None:
 
 def no_compiler() -> None:
     """A rank that cannot compile the first kernel."""
-    advice = "the compiler is not installed: pip install 'ipcreduce[cuda13]', or [cuda12]"
+    advice = "the compiler is not installed: pip install '.[cuda13]' in a clone of ipcreduce, or [cuda12]"
     fails = mock.patch.object(compiler, "compile_kernel", side_effect=errors.UnsupportedError(advice))
     for rank in (0, LAST):
         with fails if rank == RANK else contextlib.nullcontext():

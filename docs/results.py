@@ -67,16 +67,15 @@ def bench_table(ranks: int, mode: str = "graph", sizes: Sequence[int] = SIZES, g
 
 
 def readme_table() -> str:
-    """Times in graphs over 4 H200 and over 2 H100, beside NCCL and the faster of PyTorch's symmetric-memory kernels."""
-    header, cells = ["bytes"], [[size_text(nbytes)] for nbytes in README_SIZES]
-    for gpu, ranks in (("h200", 4), ("h100", 2)):
-        header += [f"{ranks} × {gpu.upper()}: ipcreduce", "limit", "NCCL", "symmetric memory"]
-        rows = {row["bytes"]: row for row in read(f"bench-{gpu}-x{ranks}")["rows"] if row["mode"] == "graph"}
-        for nbytes, line in zip(README_SIZES, cells, strict=True):
-            row, peers = rows[nbytes], rows[nbytes]["peers_us"]
-            symmetric = min(us for name, us in peers.items() if name.startswith("torch_symm"))
-            line += map(us_text, (row["ours_us"], row["limit_us"], peers["nccl"], symmetric))
-    return table(header, cells)
+    """Times in graphs over 4 H200, beside NCCL and the faster of PyTorch's symmetric-memory kernels."""
+    rows = {row["bytes"]: row for row in read("bench-h200-x4")["rows"] if row["mode"] == "graph"}
+    lines = []
+    for nbytes in README_SIZES:
+        row, peers = rows[nbytes], rows[nbytes]["peers_us"]
+        symmetric = min(us for name, us in peers.items() if name.startswith("torch_symm"))
+        times = row["ours_us"], row["limit_us"], peers["nccl"], symmetric
+        lines.append([size_text(nbytes), *map(us_text, times)])
+    return table(["bytes", "ipcreduce", "limit", "NCCL", "symmetric memory"], lines)
 
 
 def ratio_table() -> str:

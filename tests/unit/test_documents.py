@@ -90,6 +90,14 @@ def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 150
 
 
+def test_the_readme_begins_with_what_a_stranger_runs() -> None:
+    """Commands, a program and the picture come before the first table, and links before the limits."""
+    text = text_of("README.md")
+    marks = "make demo ", "make test ", "```python", "![", "| bytes |", "| document |", "## Limits", "**Undetected"
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
+
+
 def anchors(page: Path) -> set[str]:
     """The links that lead to a page's headings."""
     headings = re.findall(r"^#+ +(.*)$", documents.FENCED.sub("", page.read_text()), re.MULTILINE)

@@ -19,9 +19,6 @@ from pathlib import Path
 
 from tests.tools.machine import ROOT
 
-# How the address of a file of this tree begins, such as "https://HOST/PROJECT/blob/main/". Empty: it is not known yet.
-# The addresses for readers are in [project.urls] of pyproject.toml.
-FILES = ""
 _PIECE = re.compile(
     r"^(?:(?P<fence>`{3,}|~{3,})(?P<language>[^\n`]*)\n(?P<block>.*?)^(?P=fence)[ \t]*$"
     r"|<!--[ \t]*(?P<kind>fragment|not shown):(?P<text>.*?)-->[ \t]*$)",
@@ -53,9 +50,8 @@ def pages() -> list[Path]:
 
 
 def links(page: Path) -> list[str]:
-    """The targets of a page's links and pictures. The address of a file of this tree becomes its path."""
-    found = re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text()))
-    return [f"{ROOT}/{link[len(FILES) :]}" if FILES and link.startswith(FILES) else link for link in found]
+    """The targets of a page's links and pictures."""
+    return re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text()))
 
 
 def first_program(page: Path) -> str:

@@ -57,13 +57,12 @@ def missing(root: Path) -> list[str]:
     section = rf"^## {re.escape(version_of_the_tree(root))} - \d{{4}}-\d\d-\d\d$"
     asked = (  # what, the file, and a pattern that is in it once that is there
         ("the addresses for readers, in [project.urls]", "pyproject.toml", r"^\[project\.urls\]\n+[^\n\[]"),
-        ("absolute links, for package indexes", "README.md", r"\A(?!(.|\n)*\]\((?!https://|#))"),
+        ("FILES, the address of the files", "setup.py", r'^FILES = "https://'),
         ("an address for private reports", "SECURITY.md", r"^## Reports\n(.|\n)*(https://|@)"),
         ("PUBLISHED = True, for what messages say to install", "ipcreduce/errors.py", r"^PUBLISHED = True"),
         ("the date of this version", "CHANGELOG.md", section),
     )
-    found = [f"{file}: {what}" for what, file, there in asked if not re.search(there, (root / file).read_text(), re.M)]
-    return found if documents.FILES else ["tests/shared/documents.py: FILES, the address of the files", *found]
+    return [f"{file}: {what}" for what, file, there in asked if not re.search(there, (root / file).read_text(), re.M)]
 
 
 def try_sdist(sdist: Path, folder: Path, python: str) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared import documents
 from tests.tools import machine, release, run, times
 
 WITH_PROGRESS = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "tests.tools.progress"]
@@ -39,20 +38,19 @@ def test_a_release_looks_for_its_section_before_it_installs_anything(tmp_path: P
         run.main()
 
 
-def test_what_a_release_lacks_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_release_lacks_is_listed(tmp_path: Path):
     (tmp_path / "ipcreduce").mkdir()
     (tmp_path / "ipcreduce" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     texts = {  # by file: as long as nobody knows, and once they do
         "pyproject.toml": ("[project.urls]\n\n[project.scripts]\n", '[project.urls]\nHome = "https://a.invalid"\n'),
-        "README.md": ("[a page](docs/a.md)\n", "[a page](https://a.invalid/docs/a.md) [a heading](#a)\n"),
+        "setup.py": ('FILES = ""\n', 'FILES = "https://a.invalid/"\n'),
         "SECURITY.md": ("https://a.invalid\n\n## Reports\n\nTell us.\n", "\n## Reports\n\nWrite to a@b.invalid.\n"),
         "ipcreduce/errors.py": ("PUBLISHED = False\n", "PUBLISHED = True\n"),
         "CHANGELOG.md": ("## 1.2.3\n", "## 1.2.3 - 2030-01-02\n"),
     }
     for name, (before, _) in texts.items():
         (tmp_path / name).write_text(before)
-    assert {what.partition(":")[0] for what in release.missing(tmp_path)} == {*texts, "tests/shared/documents.py"}
-    monkeypatch.setattr(documents, "FILES", "https://a.invalid/")
+    assert {what.partition(":")[0] for what in release.missing(tmp_path)} == {*texts}
     for name, (_, after) in texts.items():
         (tmp_path / name).write_text(after)
     assert release.missing(tmp_path) == []

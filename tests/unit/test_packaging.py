@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ FILES = (
     "SECURITY.md",
     "pyproject.toml",
     "setup.cfg",
+    "setup.py",
 )
 
 
@@ -84,11 +86,24 @@ def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Pat
     assert extras == {"cuda12", "cuda13", "nccl-cuda12", "nccl-cuda13", "test", "test-cuda12", "test-tools"}
 
 
-def test_the_readme_shows_pictures_that_exist():
-    """A package index shows README.md without the tree, so the pictures need https addresses once there are any."""
-    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
-    assert pictures
-    assert all(picture.startswith("https://") or (ROOT / picture).is_file() for picture in pictures)
+def test_the_description_has_no_relative_links(build: Callable[[str], Path]):
+    """A package index shows it without the tree."""
+    wheel = zipfile.ZipFile(build("wheel"))
+    [metadata] = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    text = wheel.read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    assert "ipcreduce is a fast all-reduce" in text
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
+
+
+def test_links_and_pictures_of_the_description():
+    found = runpy.run_path(str(ROOT / "setup.py"))["description"]
+    text = "![a picture](a/b.png) [a page](docs/a.md#part), [a site](https://b.invalid)"
+    assert found(text, "") == " a page, [a site](https://b.invalid)"
+    assert found(text, "https://a.invalid/x/blob/main/") == (
+        "![a picture](https://a.invalid/x/raw/main/a/b.png) [a page](https://a.invalid/x/blob/main/docs/a.md#part), "
+        "[a site](https://b.invalid)"
+    )
 
 
 # ---- where the kernels are, beside another project's package named kernels: Hugging Face's has that name

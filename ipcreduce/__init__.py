@@ -1,4 +1,4 @@
-"""All-reduce for the GPUs of one host: CUDA IPC kernels compiled by NVRTC, over MPI, without PyTorch.
+"""All-reduce for the GPUs of one host: kernels over memory that the ranks share, compiled by NVRTC at first use.
 
     mpirun -n 4 python app.py          # import ipcreduce; total = ipcreduce.allreduce(array)
 

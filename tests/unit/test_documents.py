@@ -13,6 +13,7 @@ from benchmarks import pictures
 from docs import results
 from ipcreduce import errors
 from tests.shared import documents
+from tests.tools import run
 from tests.tools.machine import ROOT
 
 PAGES = {str(page.relative_to(ROOT)): page for page in [*documents.pages(), ROOT / "CHANGELOG.md"]}
@@ -23,11 +24,11 @@ def text_of(name: str) -> str:
 
 
 def test_lines_have_at_most_120_characters() -> None:
-    """Rows of tables cannot be broken, and code is left to ruff."""
+    """Rows of tables cannot be broken."""
     long = [
         f"{name}: {line}"
         for name in PAGES
-        for line in documents.FENCED.sub("", text_of(name)).splitlines()
+        for line in text_of(name).splitlines()
         if len(line) > 120 and not line.lstrip().startswith("|")
     ]
     assert not long, "\n".join(long)
@@ -208,6 +209,26 @@ def test_every_result_file_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # ---- names
+def test_the_pythons_are_those_of_the_classifiers() -> None:
+    """Wherever a page names a range of tested versions, and in what the package says of itself."""
+    minors = [int(minor) for minor in re.findall(r'Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())]
+    tested = f"Python 3.{min(minors)} to 3.{max(minors)}"
+    for name in ("README.md", "CHANGELOG.md", "docs/getting_started.md", "docs/validation.md"):
+        assert set(re.findall(r"Python 3\.\d+ to 3\.\d+", text_of(name))) == {tested}, name
+    assert f'requires-python = ">=3.{min(minors)}"' in (ROOT / "pyproject.toml").read_text()
+    assert set(run.PYTHONS) >= {f"3.{minor}" for minor in minors}
+    assert f"{run.PYTHONS[0]} to {run.PYTHONS[-1]}" in (ROOT / "Makefile").read_text()
+    assert f"{run.PYTHONS[0]} to {run.PYTHONS[-1]}" in text_of("CONTRIBUTING.md")
+
+
+@pytest.mark.parametrize("name", ["docs/from_torch_distributed.md", "docs/pytorch.md"])
+def test_the_hook_comes_with_its_import(name: str) -> None:
+    """``import ipcreduce`` does not import ipcreduce.torch."""
+    before, use, _ = text_of(name).partition("register_comm_hook(None, ipcreduce.torch.ddp_hook")
+    assert use
+    assert "import ipcreduce.torch" in before
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     documented = re.findall(r"auto(?:class|function|exception):: (\w+)$", text_of("docs/api.md"), re.MULTILINE)
     assert sorted(documented) == sorted(ipcreduce.__all__)

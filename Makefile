@@ -3,7 +3,7 @@
 # make test          runs every tier of tests that this machine can run, in about 10 minutes on 2 cores
 # make coverage      runs the same tests and counts the branches of the package that they reach
 # make limits        compares the processor time of the last make test with the kept one
-# make test-pythons  runs the tiers unit and mpi on every Python from 3.10 to 3.14 that this machine has or uv gets
+# make test-pythons  runs the tiers unit and mpi on every Python from 3.10 to 3.15 that this machine has or uv gets
 # make test-cuda12   runs the tests that CUDA 12.9's bindings or compiler can change, in .venv-cuda12
 # make failures      kills, stops and ends ranks at random moments, and shows what the others hear
 # make fuzz          runs random programs, calls and bytes, ranks that die, and a soak; FUZZ=10 runs ten times as many

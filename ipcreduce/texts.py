@@ -13,6 +13,7 @@ from typing import Any
 
 _SHOWN = (str, bytes, bool, int, float, complex)  # messages show the values of these types
 _CUT = b"..."
+_MAX_BITS = 2_000
 _NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
 
 
@@ -29,11 +30,10 @@ def shown(value: Any) -> str:
 
     The text of an array is long, and reading it from a GPU waits for the device.
     """
+    if type(value) is int and value.bit_length() > _MAX_BITS:
+        return "int"  # of as many digits as Python may refuse to print
     if value is None or type(value) in _SHOWN:
-        try:
-            return printable(reprlib.repr(value))
-        except ValueError:  # an int of thousands of digits
-            pass
+        return printable(reprlib.repr(value))
     return type(value).__qualname__
 
 

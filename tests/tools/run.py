@@ -17,7 +17,7 @@ from tests.tools import machine, processes, release, times
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
 TEST_TIME = "takes about 10 minutes on 2 cores"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 TEST_OPTIONS = ["--quiet", "-p", "tests.tools.progress", "--durations=5"]
 QUICK_SCENARIOS = (  # one of each file
     "wrong_options", "closed_early", "refused_and_closed", "threads_after_a_fault", "captured_after_a_fault",

@@ -65,6 +65,12 @@ def test_shown(value: Any, text: str):
     assert texts.shown(value) == text
 
 
+def test_of_a_long_int_only_its_type_is_shown():
+    """From Python 3.14 on, reprlib shows the address of one that has too many digits."""
+    assert texts.shown(1 << 2_000) == texts.shown(-(10**5000)) == "int"
+    assert texts.shown(1 << 64) == "18446744073709551616"
+
+
 def test_a_long_value_is_cut():
     text = texts.shown("x" * 1000)
     assert len(text) < 50

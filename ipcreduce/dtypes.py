@@ -56,11 +56,11 @@ _ALL = f"{', '.join(_OPS)}, and such ops of MPI and torch.distributed"
 def op_name(op: Any, dtype: np.dtype[Any] | None = None) -> str:
     """The member of :data:`OPS` that ``op`` means.
 
-    :param op: a name, such as "mean", or an op of mpi4py or torch.distributed.
+    :param op: a name in any case, such as "mean", or an op of mpi4py or torch.distributed.
     :param dtype: that of the arrays; None if it is not known yet.
     :raises ArgumentError: if ``op`` is none of these, or if it is ``any`` or ``all`` and ``dtype`` is not bool.
     """
-    name = _OPS.get(op) if isinstance(op, str) else next(_names_of(op), None)
+    name = _OPS.get(str.lower(op)) if isinstance(op, str) else next(_names_of(op), None)
     if name is None:
         raise ArgumentError(f"there is no op {_shown(op)}. The ops are {_ALL}. {advice.for_op(op, _OPS)}")
     if name in _LOGICAL:

@@ -9,6 +9,7 @@ from ..page.records import ask_twice
 from ..texts import text_in, text_of
 
 ONLY_CLOSE = "The communicator can only be closed."
+MISSED = "it made no call after an error"  # a loss: the rank may well be alive
 USE_AGAIN = "The communicator can be used again."
 _GO_ON = (
     "Do not use what this rank has reduced since then. Graphs captured by other libraries work again once every rank "
@@ -118,7 +119,12 @@ def why_closed(page: Page, rank: int) -> str:
 def _lost_error(page: Page, call: int, rank: int, why: str) -> PeerLostError:
     why = why_closed(page, rank) if why == CLOSED_IT else why
     last = page.calls.call_of(rank)
-    return PeerLostError(report(page.rank, call, f"rank {rank} is gone: {why}, after its call {last}", ONLY_CLOSE))
+    if why != MISSED:
+        return PeerLostError(report(page.rank, call, f"rank {rank} is gone: {why}, after its call {last}", ONLY_CLOSE))
+    return PeerLostError(report(
+        page.rank, call, f"after an error the other ranks waited in vain for rank {rank} to make a call after its "
+        f"call {last}", f"Let every rank call again right after an error, with no barrier before. {ONLY_CLOSE}",
+    ))  # fmt: skip
 
 
 def _positions(page: Page, timeout: float) -> str:

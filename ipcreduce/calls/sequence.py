@@ -334,7 +334,7 @@ class CallSequence:
         def check(missing: list[int]) -> None:
             faults.raise_lost(page, self.number, any_call=True)
             if clock.now() > deadline:
-                page.post_lost(missing[0], "it did not come to the resynchronisation after a fault")
+                page.post_lost(missing[0], faults.MISSED)
 
         for backend in self._backends:
             backend.quiesce(deadline)

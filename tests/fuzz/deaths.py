@@ -146,7 +146,8 @@ def _problem(player: Player, how: str, victim: int, error: IpcReduceError, comm:
             return "a call without the rank that has ended worked"
         except IpcReduceError as later:
             error, name, text = later, type(later).__name__, str(later)
-    fits = f"rank {victim} is gone" in text or _left(victim, text)
+    gone = f"rank {victim} is gone", f"waited in vain for rank {victim} to make a call"
+    fits = any(words in text for words in gone) or _left(victim, text)
     return "" if name == "PeerLostError" and fits else f"{name}: {text}"
 
 

@@ -306,7 +306,7 @@ def test_where_nothing_can_be_saved():
     first, second = make_ranks(2)
     with (
         clock.passing(LONG + 1, when=lambda: first.page.read_meeting(1)[0] is not None),
-        pytest.raises(PeerLostError, match="rank 1 is gone: it did not come to the resynchronisation"),
+        pytest.raises(PeerLostError, match="waited in vain for rank 1 to make a call after its call"),
     ):
         first.recover()
     for rank in (first, second):

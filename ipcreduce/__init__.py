@@ -12,6 +12,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from . import habits as _habits
 from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
@@ -74,7 +75,7 @@ if not TYPE_CHECKING:  # for a type checker, every name would be one of this mod
     def __getattr__(name: str) -> object:
         """Import ``ipcreduce.torch`` when it is first used, if the program has imported PyTorch."""
         if name != "torch":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            _habits.not_in_module(name)
         if sys.modules.get(name) is None:
             raise AttributeError("ipcreduce.torch needs PyTorch, which is not imported. Write: import ipcreduce.torch")
         return importlib.import_module("ipcreduce.torch")

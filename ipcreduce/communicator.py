@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from . import process, startup
+from . import habits, process, startup
 from .arrays import lists
 from .arrays.device_norms import NormCall
 from .arrays.lists import ListCall
@@ -31,11 +31,9 @@ from .texts import described
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
 _ENDS = {  # by the error of later calls
-    ArgumentError: "closed",
-    GraphStateError: "suspended",
-    PeerLostError: "lost: it can only be closed",
+    ArgumentError: "closed", GraphStateError: "suspended", PeerLostError: "lost: it can only be closed",
     UnsupportedError: "of the process that this one was forked from",
-}
+}  # fmt: skip
 
 
 class Communicator(Collectives):
@@ -160,7 +158,8 @@ class Communicator(Collectives):
         self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., sms: int | None = ..., stream: Any = ...
     ) -> Out: ...  # fmt: skip
     def allreduce(
-        self, array: Any, op: Any = "sum", *, out: Any = None, then: Any = None, sms: Any = None, stream: Any = None
+        self, array: Any, op: Any = "sum", *more: Any, out: Any = None, then: Any = None, sms: Any = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """The element-wise reduction of every rank's ``array``; every rank gets the same bits.
 
@@ -193,6 +192,8 @@ class Communicator(Collectives):
         :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN). On the host it returns when the
         work is done; after an error the values in ``out`` are undefined.
         """
+        if more:
+            raise TypeError(habits.BY_POSITION)
         fast = self._open.fast  # once: another thread may close the communicator
         if sms is not None:
             usual = partial(self._allreduce_limited, op, then, sms)
@@ -393,6 +394,7 @@ class Communicator(Collectives):
         return self._open.session
 
 
+Communicator.__getattr__ = habits.not_in_communicator  # type: ignore[attr-defined]  # type checkers do not see it
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
 for _call, _name in (
     (Communicator.allreduce, "all_reduce"),

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from . import clock, process
+from . import clock, habits, process
 from .arrays import views
 from .arrays.maps import Map
 from .arrays.norms import FP8
@@ -157,7 +157,7 @@ def allreduce(
 def allreduce(
     array: Any,
     op: Any = "sum",
-    *,
+    *more: Any,
     out: Any = None,
     then: Any = None,
     sms: Any = None,
@@ -168,6 +168,8 @@ def allreduce(
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     """
+    if more:
+        raise TypeError(habits.BY_POSITION)
     if not isinstance(comm, Communicator):
         comm = _chosen(comm, _first(array))
     if then is not None or sms is not None:

@@ -94,8 +94,8 @@ def advise_spreading(devices: np.ndarray[Any, Any], warn: Callable[[str], None])
     if len(set(used)) < min(len(used), int(devices["visible"].max())):
         warn(
             f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle. Kernels of several ranks take "
-            "turns on a GPU, about 5 ms each. Make another device current on each rank, or "
-            "pass Communicator(device='auto')"
+            'turns on a GPU, about 5 ms each. Pass Communicator(device="auto"), which spreads the ranks over all '
+            "GPUs, or make another device current on each rank"
         )
 
 

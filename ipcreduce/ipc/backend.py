@@ -75,6 +75,7 @@ class IpcBackend(DeviceBackend):
         if launches.sharing > 1:
             most = plan.most_blocks(launches.resident, launches.sharing)
             lines.append(f"plan: {launches.sharing} ranks on a GPU, so at most {most} blocks a launch")
+            lines.append('to spread the ranks over all GPUs, pass device="auto"')
         return lines
 
     # ---- running

@@ -375,7 +375,7 @@ def _uses(ordinal: int, device: Any) -> None:
     assert len(told) == (used < min(SIZE, seen)), f"rank {RANK}, {used} GPUs used: {told}"
     for warning, text in zip(caught, told, strict=True):
         assert f"{SIZE} ranks share {used} GPU(s) while others are idle" in text, text
-        assert "Communicator(device='auto')" in text, text
+        assert 'Pass Communicator(device="auto")' in text, text
         line = linecache.getline(warning.filename, warning.lineno)
         assert "Communicator(device=device" in line, f"the warning is about {warning.filename}: {line}"
 
@@ -460,6 +460,7 @@ def shared_gpus() -> None:
     with Communicator() as comm:
         launches = comm._open.backend.launches
         assert (f"{most} ranks on a GPU, so at most {132 // most} blocks" in comm.describe()) == (most > 1)
+        assert ('pass device="auto"' in comm.describe()) == (most > 1)
         for nbytes in (4, 70_000, 1_000_000, 9_000_000):
             steps = launches.planned(nbytes)
             assert len(set(WORLD.allgather(steps))) == 1

@@ -21,6 +21,7 @@ from .errors import ArgumentError, Reach, report
 from .graphs.session import session_of
 from .page.fingerprint import Fingerprint
 from .page.records import rows
+from .texts import kind_of
 from .types import DEFAULT_STREAM
 
 _LONG = 4 << 20  # bytes of a bucket from which on its all-reduce has a limit of blocks
@@ -139,7 +140,7 @@ class GroupCheck:
         distributed, calls, number = self._torch.distributed, self._calls, self._calls.number
         if not isinstance(group, distributed.ProcessGroup):
             raise ArgumentError(
-                f"the hook's state is a {type(group).__qualname__}. Pass None for PyTorch's default group, or the "
+                f"the hook's state is {kind_of(group)}. Pass None for PyTorch's default group, or the "
                 "model's process group: model.register_comm_hook(None, hook)"
             )
         member = np.zeros(1, _MEMBER)

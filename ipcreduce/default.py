@@ -16,6 +16,7 @@ from .cuda import cupy_runtime
 from .errors import ArgumentError, UnsupportedError
 from .graphs.session import provide_default
 from .originals import RLock, identifier
+from .texts import kind_of
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
 _MOST_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and behind an error it closes
@@ -182,9 +183,7 @@ def _chosen(comm: Communicator | None, array: Any) -> Communicator:
     if comm is None:
         return _default_for(array)
     if not isinstance(comm, Communicator):
-        raise ArgumentError(
-            f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Make one: Communicator(it)"
-        )
+        raise ArgumentError(f"comm is {kind_of(comm)}, which is no ipcreduce.Communicator. Make one: Communicator(it)")
     return comm
 
 

@@ -37,6 +37,12 @@ def shown(value: Any) -> str:
     return type(value).__qualname__
 
 
+def kind_of(value: Any) -> str:
+    """The value's type with its article, as in "it is an int"."""
+    name = type(value).__qualname__
+    return f"{'an' if name.startswith(('a', 'e', 'i', 'o', 'nd')) else 'a'} {name}"
+
+
 def described(error: BaseException) -> str:
     """The last line of the error's traceback: its class and its text."""
     text = text_of(error)

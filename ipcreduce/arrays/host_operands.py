@@ -15,6 +15,7 @@ from ..calls.request import Request
 from ..cuda import torch_runtime
 from ..dtypes import kind_name, op_name, reduced_as
 from ..errors import ArgumentError
+from ..texts import kind_of
 from . import views
 from .operands import check_own_elements, check_same_kind, check_writable
 
@@ -131,12 +132,12 @@ def _target(array: Any, source: Array, out: Any) -> Array:
     """The NumPy array over ``out``. :raises ArgumentError: if ``out`` is not on the host or does not fit ``source``."""
     if isinstance(array, views.NUMBERS):
         raise ArgumentError(
-            f"the result of a number is a number, which cannot go into out, a {type(out).__qualname__}. Leave out= "
+            f"the result of a number is a number, which cannot go into out, {kind_of(out)}. Leave out= "
             "away, or pass array as an array without dimensions: numpy.asarray(it)"
         )
     if isinstance(out, views.NUMBERS) or views.is_device(out, "out"):
         raise ArgumentError(
-            f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array or a CPU tensor as "
+            f"array lies on the host, but out is {kind_of(out)}. Pass a NumPy array or a CPU tensor as "
             "out, or leave out= away for a new array"
         )
     target = as_numpy(out, "out")

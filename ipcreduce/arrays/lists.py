@@ -18,6 +18,7 @@ from ..calls.request import Member, Request
 from ..cuda import cupy_runtime, torch_runtime
 from ..dtypes import list_kinds, op_name
 from ..errors import ArgumentError, naming_member
+from ..texts import kind_of
 from . import views
 from .host_operands import Array, HostOperands, Part
 from .operands import DeviceOperands, PreparedCall, Site
@@ -36,7 +37,7 @@ def outputs(arrays: Members, out: Any) -> Members:
         return [None] * len(arrays)
     if not is_list(out):
         raise ArgumentError(
-            f"array is a list of {len(arrays)} arrays, but out is a {type(out).__qualname__}. Pass a list of "
+            f"array is a list of {len(arrays)} arrays, but out is {kind_of(out)}. Pass a list of "
             f"{len(arrays)} arrays as out, or leave out= away for new ones"
         )
     if len(out) != len(arrays):
@@ -75,7 +76,7 @@ def _check_is_array(array: Any, arrays: Members) -> None:
         raise ArgumentError("it is None, as the gradient of an unused parameter is. Leave it out on every rank")
     if isinstance(array, (*views.NUMBERS, list, tuple, str)):
         advised = advice.for_member(array, arrays)
-        raise ArgumentError(f"it is a {type(array).__qualname__}, and no array. {advised}")
+        raise ArgumentError(f"it is {kind_of(array)}, and no array. {advised}")
 
 
 def check_streams(arrays: Members, which: str = "the list has") -> None:

@@ -22,7 +22,7 @@ from ..cuda.expressions import Expression, Operand
 from ..dtypes import BFLOAT16, DTYPES, VIEWS, kind_name, op_name
 from ..errors import ArgumentError, UnsupportedError
 from ..float_state import in_standard_state
-from ..texts import printable, shown, text_of
+from ..texts import kind_of, printable, shown, text_of
 from . import views
 from .host_operands import Array, HostOperands, Part, as_numpy
 from .operands import DeviceOperands, PreparedCall, Site, check_device
@@ -74,7 +74,7 @@ class Map:
         if "\0" in expression or (not expression.isascii() and printable(expression) != expression):
             raise ArgumentError(f"the expression is {shown(expression)}, with a NUL or no UTF-8. Pass other characters")
         if host is not None and not callable(host):
-            raise ArgumentError(f"host is a {type(host).__qualname__}. Pass a function of v and the operands")
+            raise ArgumentError(f"host is {kind_of(host)}. Pass a function of v and the operands")
         if len(operands) > _MOST_OPERANDS:
             raise ArgumentError(f"there are {len(operands)} operands. An expression has at most {_MOST_OPERANDS}")
         for name in operands:

@@ -15,7 +15,7 @@ import numpy as np
 from ..calls.request import GROUP, ITEMSIZES, NormShape
 from ..dtypes import DTYPES, FLOAT8
 from ..errors import ArgumentError
-from ..texts import shown
+from ..texts import kind_of, shown
 from . import views
 from .operands import check_own_elements, check_writable
 
@@ -45,7 +45,7 @@ class FP8:
             raise ArgumentError(f'FP8 has no scales per {shown(per)}. Pass per="token" or per={GROUP}')
         if isinstance(scale, (str, list, tuple, *views.NUMBERS)):
             raise ArgumentError(
-                f"the scale of FP8 is a {type(scale).__qualname__}, and no array. Pass an array of one float32, on the "
+                f"the scale of FP8 is {kind_of(scale)}, and no array. Pass an array of one float32, on the "
                 "GPU if the other arrays are"
             )
         if not isinstance(column_major, bool):
@@ -127,7 +127,7 @@ def on_device(given: NormArguments) -> bool:
     places: dict[str, bool] = {}
     for name, array in given.arrays().items():
         if isinstance(array, views.NUMBERS):
-            raise ArgumentError(f"{name} is a {type(array).__qualname__}, and no array. Pass an array")
+            raise ArgumentError(f"{name} is {kind_of(array)}, and no array. Pass an array")
         places[name] = views.is_device(array, name)
         if places[name] != places["x"]:
             here, there = ("on the GPU", "on the host") if places["x"] else ("on the host", "on the GPU")
@@ -172,7 +172,7 @@ def shape_of(given: NormArguments, x: Any) -> NormShape:
 def _number(value: Any, name: str, least: float = -math.inf) -> float:
     """The number, rounded to float32; 0 for -0, as Python takes calls for the same that differ in that."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise ArgumentError(f"{name} is a {type(value).__qualname__}. Pass a number: float(it)")
+        raise ArgumentError(f"{name} is {kind_of(value)}. Pass a number: float(it)")
     if type(value) is float:
         rounded = c_float(value).value  # a tenth of the time that NumPy takes with its warnings off
     else:

@@ -15,6 +15,7 @@ import numpy as np
 from ..calls.request import Request
 from ..cuda import cupy_runtime, torch_runtime
 from ..errors import ArgumentError
+from ..texts import kind_of
 from ..types import Stream
 from . import views
 
@@ -186,7 +187,7 @@ def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> A
     """The CuPy array over ``out``: see :func:`views.view`. :raises ArgumentError: if it does not fit ``source``."""
     if not views.is_device(out, "out"):
         raise ArgumentError(
-            f"array lies on the GPU, but out is a {type(out).__qualname__} on the host. Pass an array on the same GPU "
+            f"array lies on the GPU, but out is {kind_of(out)} on the host. Pass an array on the same GPU "
             "as out, or leave out= away for a new array"
         )
     target = views.view(out, stream, ordered)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..dtypes import FLOAT8
 from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError
+from ..texts import kind_of
 from ..types import Stream
 from . import driver
 from .graph import Executable
@@ -247,7 +248,7 @@ def _handle(stream: Any) -> Stream:
         if isinstance(getattr(stream, attribute, None), int):
             return Stream(int(getattr(stream, attribute)))
     raise ArgumentError(
-        f"stream is a {type(stream).__name__}, which is no stream. Pass an int, a CuPy stream or an object with "
+        f"stream is {kind_of(stream)}, which is no stream. Pass an int, a CuPy stream or an object with "
         "__cuda_stream__, or leave stream= away for the current stream"
     )
 

@@ -9,7 +9,7 @@ from .. import process
 from ..communicator import Communicator
 from ..errors import ArgumentError
 from ..originals import RLock
-from ..texts import shown
+from ..texts import kind_of, shown
 
 DEFAULT = "default"  # the name of the default communicator, which each call looks up
 
@@ -39,7 +39,7 @@ def register(name: str, comm: Communicator) -> None:
 def check_is_communicator(comm: Any, call: str) -> None:
     """:raises ArgumentError: if ``comm`` is no Communicator. ``call`` is what to call instead."""
     if not isinstance(comm, Communicator):
-        raise ArgumentError(f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Call {call}")
+        raise ArgumentError(f"comm is {kind_of(comm)}, which is no ipcreduce.Communicator. Call {call}")
 
 
 def find(name: str) -> Communicator | None:

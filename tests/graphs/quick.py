@@ -59,7 +59,7 @@ def wrong_outputs(comm: Any) -> None:
         (cupy.zeros((10, 100), np.float32), "shape"),
         (cupy.zeros(1000, np.int32), "dtype"),
         (misaligned, "no multiple of the itemsize"),
-        (np.zeros(1000, np.float32), "out is a ndarray"),
+        (np.zeros(1000, np.float32), "out is an ndarray"),
     ]
     if GPUS > 1:
         with cupy.cuda.Device((cupy.cuda.Device().id + 1) % GPUS):

@@ -29,6 +29,7 @@ from ipcreduce import (
     GraphStateError,
     PeerLostError,
     UnsupportedError,
+    texts,
 )
 from tests.shared import worker
 
@@ -36,7 +37,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 PUBLIC = {
     "allreduce", "allreduce_rmsnorm", "backend", "calls", "capture", "close", "describe", "empty", "rank", "recover",
-    "resume", "size", "suspend", "synchronize",
+    "resume", "size", "suspend", "synchronize", "xp",
 }  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def arguments() -> None:
         raises(ArgumentError, "pool must be", lambda: Graph(comm, pool=3))
         raises(ArgumentError, "name must be a str, not int", lambda: Graph(comm, name=3))
         for stream in ("x", -1, 1.5):
-            words = f"stream is a {type(stream).__name__}, which is no stream"
+            words = f"stream is {texts.kind_of(stream)}, which is no stream"
             raises(ArgumentError, words, lambda stream=stream: comm.synchronize(stream))
             raises(ArgumentError, words, lambda stream=stream: Graph(comm).replay(stream=stream))
             raises(ArgumentError, words, lambda stream=stream: comm.allreduce(np.ones(2), stream=stream))

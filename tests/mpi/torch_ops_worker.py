@@ -280,7 +280,7 @@ def names() -> None:
     second = ipcreduce.Communicator(timeout=60)
     refused("'world' is the name of <Communicator", lambda: operators.register("world", second))
     refused("'default' cannot name a communicator", lambda: operators.register("default", second))
-    refused("comm is a int, which is no ipcreduce.Communicator", lambda: operators.register("three", 3))  # type: ignore
+    refused("comm is an int, which is no ipcreduce.Communicator", lambda: operators.register("three", 3))  # type: ignore
     refused("there is no communicator 'none': no communicator has been given", lambda: OPERATOR(x, "sum", "none"))
     refused("there is no op 'total'", lambda: OPERATOR(x, "total", "world"))
     OPERATOR(x, "sum", "world")  # all ranks meet again after a call that each of them refused

@@ -173,7 +173,6 @@ ADVICE = {  # the generic one for the rest
     "a fraction": "Pass float(it)",
 }
 NO_OPS = {
-    "of another case": "SUM",
     "of another name": "mode",
     "with a space": "sum ",
     "empty": "",
@@ -260,7 +259,7 @@ def bad_lists() -> Iterator[Row]:
         "of rows", lambda m, c: [[1.0, 2.0], [3.0]], "member 0 of the list: it is a list, and no array. " + whole
     )
     yield lists(
-        "with a count and a type", lambda m, c: [mine(m, c), 6, MPI.FLOAT], "member 1 of the list: it is a int", alone
+        "with a count and a type", lambda m, c: [mine(m, c), 6, MPI.FLOAT], "member 1 of the list: it is an int", alone
     )
     words = (
         "member 0 of the list lies on the GPU, but member 3 on the host. Make a call for those on the GPU, and one",
@@ -272,7 +271,7 @@ def bad_lists() -> Iterator[Row]:
     for op, words in (("mode", ("there is no op 'mode'",)), ("any", ("member 0 of the list: ", "takes bool"))):
         yield Row(f"list: op {op}", lambda m, c, op=op: c.allreduce(three(m, c), op), words)
     for name, out, words in (
-        ("an array", lambda m, a: a[0], ("a list of 3 arrays, but out is a ", "Pass a list of 3 arrays as out")),
+        ("an array", lambda m, a: a[0], ("a list of 3 arrays, but out is a", "Pass a list of 3 arrays as out")),
         ("shorter", lambda m, a: a[:2], ("of 3 arrays, but out is a list of 2. Pass an output for each",)),
         ("longer", lambda m, a: (*a, a[0]), ("array is a list of 3 arrays, but out is a list of 4.",)),
         ("in another order", lambda m, a: a[::-1], ("member 0 of the list: out has shape (1,)",)),
@@ -376,10 +375,10 @@ def bad_outs() -> Iterator[Row]:
     yield out("masked", lambda m, c: np.ma.zeros(6, np.float32), "is a masked array", on="host")
     yield out("on the device", lambda m, c: OnDevice(), "array lies on the host, but out is a OnDevice", on="host")
     yield out("a number", lambda m, c: 0.0, "out is a float", on="any")
-    words = ("which cannot go into out, a ndarray", "numpy.asarray(it)")
+    words = ("which cannot go into out, an ndarray", "numpy.asarray(it)")
     yield Row("out for a number", lambda m, c: c.allreduce(1.0, out=np.zeros(())), words)
     yield out(
-        "on the host", lambda m, c: np.zeros(6, np.float32), "array lies on the GPU, but out is a ndarray", on="device"
+        "on the host", lambda m, c: np.zeros(6, np.float32), "array lies on the GPU, but out is an ndarray", on="device"
     )
     yield out("a host tensor", lambda m, c: HostTensor(np.zeros(6, "f4")), "but out is a HostTensor", on="device")
     yield out(
@@ -408,7 +407,7 @@ def bad_outs() -> Iterator[Row]:
 
 def bad_streams() -> Iterator[Row]:
     for stream in (-1, "0", 1.5, True, np.float32(0), [0], object()):
-        words = (f"stream is a {type(stream).__name__}, which is no stream",)
+        words = (f"stream is {texts.kind_of(stream)}, which is no stream",)
         yield Row(f"stream {stream!r:.20}", lambda m, c, s=stream: c.allreduce(mine(m, c), stream=s), words)
 
 
@@ -450,7 +449,7 @@ def bad_communicators() -> Iterator[Row]:
             lambda m, c: ipcreduce.allreduce(mine(m, c), comm=MPI.COMM_WORLD),
             "comm is a Intracomm",
         ),
-        ("the rank", lambda m, c: ipcreduce.allreduce(mine(m, c), comm=c.rank + 1), "comm is a int"),
+        ("the rank", lambda m, c: ipcreduce.allreduce(mine(m, c), comm=c.rank + 1), "comm is an int"),
     ):
         yield Row(name, call, (word,), who=("all",), placed=False)
 

@@ -73,7 +73,7 @@ def test_what_is_no_array(value: Any, words: str):
     [
         ([Unreadable(), Unreadable()], "member 0 of the list: array is a "),
         ([[1, 2], [3]], "member 0 of the list: it is a list, and no array. If the list stands for one array"),
-        ([np.zeros(2), 1], "member 1 of the list: it is a int, and no array. Pass numpy.array(it)"),
+        ([np.zeros(2), 1], "member 1 of the list: it is an int, and no array. Pass numpy.array(it)"),
         ([np.zeros(2), None], "member 1 of the list: it is None, as the gradient of an unused parameter is. Leave"),
         ([np.zeros(2), [np.zeros(2)]], "member 1 of the list: it is a list, and no array. Pass all arrays in one list"),
         ([np.zeros(2), "f"], "member 1 of the list: it is a str, and no array. Pass the array alone"),

@@ -159,7 +159,7 @@ def test_outputs_of_a_list():
     assert outputs(arrays, None) == [None, None]
     assert outputs(arrays, arrays) is arrays
     for out, words in (
-        (arrays[0], "array is a list of 2 arrays, but out is a ndarray"),
+        (arrays[0], "array is a list of 2 arrays, but out is an ndarray"),
         (arrays[:1], "out is a list of 1. Pass an output for each array"),
         ([arrays[0], None], "member 1 of the list: out is None"),
     ):

@@ -68,7 +68,7 @@ def test_what_is_no_description(subtests: pytest.Subtests):
         ("", {}, "the expression is"), ("  \n", {}, "the expression is"), (3, {}, "the expression is 3"),
         ("v /* \ud800 */", {}, r"/\* \\ud800 \*/', with a NUL or no UTF-8"),
         ("v \0 + 1", {}, r"'v \\x00 \+ 1', with a NUL"),
-        ("v", {"host": 3}, "host is a int"), ("v", {f"x{i}": i for i in range(33)}, "at most 32"),
+        ("v", {"host": 3}, "host is an int"), ("v", {f"x{i}": i for i in range(33)}, "at most 32"),
     ):  # fmt: skip
         with subtests.test(words=words), pytest.raises(ArgumentError, match=words):
             Map(given, **options)  # type: ignore[arg-type]

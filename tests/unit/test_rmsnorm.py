@@ -216,7 +216,7 @@ def test_the_modules_function():
         y, total = ipcreduce.allreduce_rmsnorm(x, weight, comm=made)
         assert same_bits(y, norm_reference.norm(x, weight).y)
         assert same_bits(total, x)
-    with pytest.raises(ArgumentError, match="comm is a int, which is no"):
+    with pytest.raises(ArgumentError, match="comm is an int, which is no"):
         ipcreduce.allreduce_rmsnorm(x, weight, comm=3)  # type: ignore[call-overload]
 
 
@@ -250,7 +250,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eps": -1e-6}, "eps is -1e-06"),
     ({"eps": float("nan")}, "eps is nan"),
     ({"eps": 1e39}, "eps is 1e\\+39"),
-    ({"eps": np.array(1e-6)}, "eps is a ndarray"),
+    ({"eps": np.array(1e-6)}, "eps is an ndarray"),
     ({"eps": True}, "eps is a bool"),
     ({"eps": 10**400}, r"eps is 10000\S+0000\. Pass a finite float32, 0"),
     ({"weight_bias": -(10**5000)}, r"weight_bias is \S+\. Pass a finite float32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ipcreduce import texts
@@ -63,6 +64,13 @@ def test_described(error: BaseException, text: str):
 )
 def test_shown(value: Any, text: str):
     assert texts.shown(value) == text
+
+
+def test_kinds_have_their_articles():
+    values: list[Any] = [1, 1.5, [], np.zeros(1), np.uint8(1), None, iter([])]
+    assert [texts.kind_of(value) for value in values] == [
+        "an int", "a float", "a list", "an ndarray", "a uint8", "a NoneType", "a list_iterator",
+    ]  # fmt: skip
 
 
 def test_of_a_long_int_only_its_type_is_shown():

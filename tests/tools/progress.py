@@ -1,13 +1,15 @@
-"""A pytest plugin, ``-p tests.tools.progress``: the longest tests first, and a line now and then on how far they are.
+"""A pytest plugin, ``-p tests.tools.progress``: the longest tests first, and a line at least every ten seconds.
 
-It replaces pytest's dots, which a pipe shows late. At the start it says how long the same tests took the last time, and
-at the end which command repeats a test that failed.
+It replaces pytest's dots, which a pipe shows late. How far the tests are is told by the times that tests/times.json
+keeps, and not by their number. At the start a line says how long the tests will take. At the end others say which
+command repeats a test that failed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import time
 from pathlib import Path
@@ -15,13 +17,11 @@ from pathlib import Path
 import pytest
 
 from tests.tools import processes, times
+from tests.tools.heartbeat import Heartbeat, minutes
 
-SECONDS_BETWEEN_LINES = 10.0
 HANG_SECONDS = 60.0
-
-
-def minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
+SHORT_SECONDS = 0.1  # of a test that is so short that its time is not kept
+_STDOUT = os.dup(1)  # before pytest captures it
 
 
 def left_in_memory() -> set[Path]:
@@ -34,11 +34,14 @@ class Progress:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.total = 0
-        self.done = 0
+        self.total = self.done = 0
+        self.known: dict[str, float] = times.read(times.KEPT)["tests"]
+        self.work = self.worked = 0.0  # in the seconds that are kept
         self.failed: list[str] = []
         self.seconds: dict[str, float] = {}
-        self.start = self.last_line = time.monotonic()
+        self.last = "collecting the tests"
+        self.heartbeat = Heartbeat(self.line, _STDOUT)
+        self.heartbeat.__enter__()
         self.left = left_in_memory()
 
     @property
@@ -48,21 +51,33 @@ class Progress:
         chosen = " ".join([*self.config.args, option.markexpr, option.keyword])
         return f"ipcreduce/seconds of {hashlib.sha256(chosen.encode()).hexdigest()[:16]}"
 
-    def begin(self, total: int) -> None:
+    def begin(self, names: list[str]) -> None:
         if self.total:  # another worker, with the same tests
             return
-        self.total = total
+        self.total, self.work = len(names), sum(map(self.kept, names))
+        self.last = "the longest tests go first"
         last = self.config.cache.get(self.key, None)
-        took = f"the last time they took {minutes(last)}" if last else "nothing is known of their time on this machine"
-        self.say(f"{total} tests; {took}")
+        took = f"the last time they took {minutes(last)}" if last else times.expected(self.work)
+        self.heartbeat.say(f"{self.total} tests; {took}")
+
+    def kept(self, name: str) -> float:
+        return self.known.get(name, SHORT_SECONDS)
+
+    def line(self) -> str:
+        """How far the tests are."""
+        if not self.total:
+            return f"{self.last}: {self.heartbeat.took} so far"
+        share = int(100 * self.worked / self.work) if self.done < self.total else 100
+        failures = f", {len(set(self.failed))} failed" if self.failed else ""
+        return f"{share:3} %  {self.done} of {self.total} tests, {self.heartbeat.took}{failures}  {self.last}"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:  # with xdist only its workers have any
-            self.begin(len(session.items))
+            self.begin([item.nodeid for item in session.items])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self.begin(len(ids))
+        self.begin(ids)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -81,25 +96,22 @@ class Progress:
         case = isinstance(report, pytest.SubtestReport)
         if report.failed:
             self.failed.append(report.nodeid)
-            self.say(f"failed: {report.nodeid} ({report.head_line if case else report.when})")
+            self.heartbeat.say(f"failed: {report.nodeid} ({report.head_line if case else report.when})")
         if case:
             return
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.when != "teardown":
             return
         self.done += 1
-        now = time.monotonic()
-        if now - self.last_line > SECONDS_BETWEEN_LINES or self.done == self.total:
-            self.last_line = now
-            share = 100 * self.done // max(self.total, self.done)
-            failures = f", {len(set(self.failed))} failed" if self.failed else ""
-            took = minutes(now - self.start)
-            self.say(f"{share:3} %  {self.done} of {self.total} tests, {took}{failures}  {report.nodeid}")
+        self.worked += self.kept(report.nodeid)
+        self.last = report.nodeid
+        if self.heartbeat.is_due or self.done == self.total:
+            self.heartbeat.say(self.line())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.done and self.done == self.total:
-            self.config.cache.set(self.key, time.monotonic() - self.start)
+            self.config.cache.set(self.key, time.monotonic() - self.heartbeat.start)
             times.TESTS.parent.mkdir(exist_ok=True)
             times.TESTS.write_text(json.dumps(self.seconds))
         until = time.monotonic() + HANG_SECONDS
@@ -108,17 +120,15 @@ class Progress:
             time.sleep(0.1)  # those of other jobs of this machine go meanwhile
             processes.remove_left()
         if left:
-            self.say(f"left behind in /dev/shm: {', '.join(map(str, sorted(left)))}")
+            self.heartbeat.say(f"left behind in /dev/shm: {', '.join(map(str, sorted(left)))}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self.heartbeat.__exit__(None, None, None)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.failed:
             terminalreporter.section("to repeat what failed")
         for name in dict.fromkeys(self.failed):
             terminalreporter.line(f"python -m pytest {shlex.quote(name)}")
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

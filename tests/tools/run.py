@@ -12,11 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tools import machine, processes, release, times
+from tests.tools import heartbeat, machine, processes, release, times
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
-TEST_TIME = "takes about 10 minutes on 2 cores"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 TEST_OPTIONS = ["--quiet", "-p", "tests.tools.progress", "--durations=5"]
 QUICK_SCENARIOS = (  # one of each file
@@ -65,8 +64,6 @@ def main() -> int:
     os.chdir(machine.ROOT)
     if args.what == "test-pythons":
         return test_pythons(args.venv)
-    if args.what == "test":
-        print(f"make test: {TEST_TIME}, after the environment is there", flush=True)
     if args.what == "release":
         release.version_of_the_tree(machine.ROOT)  # before minutes go into an environment
     python = sys.executable
@@ -104,7 +101,8 @@ def set_up(venv: Path, extras: set[str], generation: int, base: str = sys.execut
     pip = [python, "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", python]
     if not python.exists():
         run(base, "-m", "venv", *([] if own_pip else ["--without-pip"]), venv)
-    run(*pip, "install", "--quiet", "--editable", f".[{','.join(sorted(extras))}]")
+    with heartbeat.told("pip installs the packages"):
+        run(*pip, "install", "--quiet", "--editable", f".[{','.join(sorted(extras))}]")
     stamp.write_text(json.dumps({"source": digest_of_the_install(), "extras": sorted(extras)}))
     return str(python)
 
@@ -256,7 +254,8 @@ def test(python: str) -> int:
 def pytest(python: str, *options: str, measured: tuple[str, ...] = ()) -> int:
     """Run tests, and keep the bytecode of what they import: thousands of ranks do, and may be told to write none."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(machine.own_directory()))  # a user may bear another one's name
-    run(python, "-m", "compileall", "-q", "-j", "2", "ipcreduce", "tests", "benchmarks", "mpi_examples")
+    with heartbeat.told("Python compiles the package and the tests"):
+        run(python, "-m", "compileall", "-q", "-j", "2", "ipcreduce", "tests", "benchmarks", "mpi_examples")
     return run(python, *measured, "-m", "pytest", *TEST_OPTIONS, *workers(python), *options, check=False)
 
 

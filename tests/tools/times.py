@@ -84,6 +84,16 @@ def unit_seconds() -> float:
     return time.thread_time() - started
 
 
+def expected(seconds: float) -> str:
+    """The line before tests whose kept times have this sum: by the kept run, and the pace of this machine."""
+    kept = read(KEPT)
+    work = sum(kept["tests"].values())
+    if not work or not kept["unit seconds"]:
+        return "nothing is known of their time on this machine"
+    took = kept.get("seconds", 0.0) * seconds / work * unit_seconds() / kept["unit seconds"]
+    return f"they take about {max(1, round(took / 60))} min at the pace of this machine"
+
+
 def verdict(last: dict[str, Any], kept: dict[str, Any]) -> tuple[str, int]:
     """The line that compares two runs, and the exit code."""
     if not last["unit seconds"]:

@@ -192,6 +192,31 @@ def test_progress_is_told_in_lines(tmp_path: Path):
     assert lines()[0].startswith("3 tests; the last time they took 0:0")
 
 
+def test_progress_is_told_by_kept_times_and_while_a_test_runs(tmp_path: Path):
+    """A test of a minute comes last: before it hardly any of the time has gone, and lines come while it runs."""
+    (tmp_path / "tests").mkdir()
+    kept = {"tests": {"test_four.py::test_long": 60.0}, "seconds": 90.0, "unit seconds": 1e-9}
+    (tmp_path / "tests" / "times.json").write_text(json.dumps(kept))
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\n"
+        "from tests.tools import heartbeat\n"
+        "heartbeat.SECONDS = 0.05\n"
+        "@pytest.hookimpl(trylast=True)\n"
+        "def pytest_collection_modifyitems(items): items.sort(key=lambda item: item.name)\n"
+    )
+    (tmp_path / "test_four.py").write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\ndef test_long(): time.sleep(0.5)\n"
+    )
+    output = subprocess.run(
+        [*WITH_PROGRESS, "-q", "--rootdir", tmp_path, "."],
+        cwd=tmp_path, env=machine.environment(), stdout=subprocess.PIPE, text=True,
+    ).stdout  # fmt: skip
+    assert re.search(r"^4 tests; they take about \d+ min at the pace of this machine$", output, re.M), output
+    told = re.findall(r"^ *(\d+) %  (\d) of 4 tests, 0:0\d min  ", output, re.M)
+    assert told.count(("0", "3")) > 1, output
+    assert told[-1] == ("100", "4")
+
+
 def test_a_run_ends_with_the_shared_memory_that_it_found(tmp_path: Path):
     """What MPI leaves is removed. What else was not there before fails the run."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:

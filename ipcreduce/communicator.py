@@ -227,7 +227,7 @@ class Communicator(Collectives):
         return self._call(NormCall(*given), stream), None  # see NormHits.find()
 
     def _call(self, given: Any, stream: Any) -> Any:
-        """Make a call of any kind by the usual way."""
+        """Make a call of any kind by the slow path."""
         parts, on_device = self._open, given.on_device()
         if on_device is None:  # an empty list
             on_device = parts.backend is not None
@@ -291,8 +291,8 @@ class Communicator(Collectives):
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the calls made so far on ``stream`` (None: the last one's), and raise what went wrong in them.
 
-        Replays of graphs of others count. It raises each time once a kernel of this rank has ended without data, until
-        every rank has made another call that is not captured.
+        Graphs captured by other libraries are included. After a kernel of this rank has given up, every call raises
+        until every rank has made a call that is not captured.
 
         :raises IpcReduceError: see :meth:`allreduce`.
         """

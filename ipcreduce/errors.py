@@ -30,7 +30,7 @@ class Reach(Enum):
     OWN = "only this rank raises it: the peers are told, and raise PeerFailedError"
     ALL = "every rank raises it, or the fault behind it, without being told"
     CAPTURED = "a call on a stream that is being captured: the peers are not told, as that would end the captured work"
-    ENDED = "a fault, perhaps of this same call on another rank, has ended this call: that fault is raised in its place"
+    ENDED = "another fault ended this call, perhaps of the same call on another rank: that one is raised instead"
 
 
 class IpcReduceError(RuntimeError):

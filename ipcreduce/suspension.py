@@ -1,7 +1,7 @@
 """The ranks give the memory of their workspaces back, and get new memory at the same addresses: suspend() and resume().
 
-Each is one call of the communicator. What may fail for want of something, such as memory, comes first, and the ranks
-vote on it: then all go on, or nothing has changed. An error behind the vote loses the communicator on every rank.
+Each is one call of the communicator. Steps that can fail, such as allocating memory, run first, and the ranks vote on
+them: then all go on, or nothing has changed. An error behind the vote loses the communicator on every rank.
 While it is suspended, its sequence of calls is unusable. So calls and replays raise at once, and no rank tells another.
 """
 

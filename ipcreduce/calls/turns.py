@@ -1,9 +1,9 @@
-"""The turns of a communicator's calls: one call at a time, and no call within another one of the same thread.
+"""One call of a communicator at a time. A call from inside another one of the same thread is refused.
 
 A signal handler or a finaliser runs in the middle of whatever its thread does. If it makes a call while that thread is
 within a call of the same communicator, the inner call raises an error at once, as the two would take each other's data.
 The outer call goes on undisturbed. After it, the peers are told that the inner one failed. Calls of another
-communicator are made as usual.
+communicator work.
 """
 
 from __future__ import annotations

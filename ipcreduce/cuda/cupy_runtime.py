@@ -179,7 +179,7 @@ def empty_like(array: Any, device: int) -> tuple[Any, int]:
 
 
 def empty(like: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
-    """Do the same as :func:`empty_like` for another shape and dtype of CuPy."""
+    """A new C-contiguous array of this shape and CuPy dtype, and its address: see :func:`empty_like`."""
     result = cupy.empty(shape, dtype)
     place = result.data
     return result, place.ptr if place.device_id == device else 0

@@ -14,7 +14,7 @@ from . import torch_runtime
 
 
 def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list[int] | None] | None:
-    """Do the same as :func:`cupy_runtime.reader`. In a trace, no tensor is plain.
+    """A function that reads addresses, as :func:`cupy_runtime.reader` makes it. In a trace, no tensor is plain.
 
     The memory of a tensor may change at any time, by ``set_()`` say, so its address is read at each call.
     """

@@ -166,7 +166,7 @@ def empty_like(tensor: Any, device: int) -> tuple[Any, int]:
 
 
 def empty(like: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
-    """Do the same as :func:`empty_like` for another shape and dtype of PyTorch, on the device of ``like``."""
+    """A new tensor of this shape and dtype on the device of ``like``, and its address: see :func:`empty_like`."""
     result = torch.empty(shape, dtype=dtype, device=like.device)
     try:
         return result, result.data_ptr()

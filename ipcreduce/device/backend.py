@@ -35,7 +35,7 @@ Actions = Sequence[Action]
 
 
 class Life:
-    """The life of what recorded graphs hold of a backend. Once it has ended, these graphs cannot be launched.
+    """A mark on what recorded graphs hold of a backend. Once it has ended, these graphs cannot be launched.
 
     :ivar ended: set in any thread.
     :ivar replays: of the graphs that hold it.
@@ -104,7 +104,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def prepare_whole(self, request: Request) -> Prepared | None:
-        """Do the same for a call that needs no kernel behind the all-reduce; None for others."""
+        """Prepare a call that needs no kernel behind the all-reduce; None for others. See :meth:`prepare`."""
 
     def make_ready(self, prepared: Prepared, addresses: Any) -> Ready:
         """The launch of a call for addresses that come again."""

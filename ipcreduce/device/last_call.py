@@ -22,7 +22,7 @@ class State(Enum):
                     a call there needs no event                            a captured call: BEHIND_CAPTURE;
                                                                            synchronize(): RESTING
     BEHIND_CAPTURE  the same, but a call was captured since: the next one  a call there: ON_STREAM; on another stream:
-                    takes the usual way                                    ALWAYS_IN_EVENT; synchronize(): NOTHING
+                    takes the slow path                                    ALWAYS_IN_EVENT; synchronize(): NOTHING
     IN_EVENT        the event has the end of the last call, on ``stream``  a call there, if kept: ON_STREAM; on
                     (None if other work or a capture came since)           another stream: ALWAYS_IN_EVENT;
                                                                            synchronize(): NOTHING

@@ -1,4 +1,4 @@
-"""The memory of eager calls: a call that is like one before is launched without the checks of the usual way.
+"""The memory of eager calls: a call that is like one before is launched without the checks of the slow path.
 
 Calls are known in three ways, from the quickest on. ``hits/`` looks them up, a module for each kind; all else is here.
 
@@ -7,7 +7,7 @@ by           what has to be the same                     comes into being
 ============ =========================================== ===================================================
 its objects  the arrays themselves, while they live      when a call comes to a place for the second time
 its place    the addresses of the arrays                 the first time as a mark, the second as a launch
-its form     all but addresses and numbers: shapes, say  when a call was made by the usual way
+its form     all but addresses and numbers: shapes, say  when a call was made by the slow path
 ============ =========================================== ===================================================
 """
 
@@ -50,7 +50,7 @@ class Kind(Protocol):
     """A kind of calls."""
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
-        """A call's form and its key, after it was made by the usual way; None if it has no form."""
+        """A call's form and its key, after it was made by the slow path; None if it has no form."""
 
 
 class Form:
@@ -104,7 +104,7 @@ class LaunchCache:
     def at(
         self, form: Form, addresses: Any, new: bool, know: Callable[[Form, Ready], None] | None = None
     ) -> Ready | None:
-        """The launch at a place that has not come twice. None: only the usual way can make it.
+        """The launch at a place that has not come twice. None: only the slow path can make it.
 
         :param know: makes the call known by its objects.
         """
@@ -148,7 +148,7 @@ class LaunchCache:
         self.objects.pop(key, None)
 
     def learn(self, given: Any, result: Any, prepared: Prepared) -> None:
-        """Remember the form of a call that was made by the usual way, if calls like it can be ready."""
+        """Remember the form of a call that was made by the slow path, if calls like it can be ready."""
         if any(through is not None for through in prepared.through):
             return
         found = self.kinds[type(given)].form_of(given, result, prepared)

@@ -97,7 +97,7 @@ class StreamOrder:
         In ON_STREAM a call is launched as it is, in RESTING behind :meth:`resume`, else by :meth:`launch_shared`. It
         has to run at once, and in our context, since each context has a default stream.
 
-        :param looked: the stream, unless it is a default stream, is known not to be captured.
+        :param looked: the caller has checked that a stream other than the default ones is not being captured.
         """
         last = self.last
         state = last.state

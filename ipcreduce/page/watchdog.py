@@ -59,7 +59,7 @@ class Watch:
             self._log_loss()
 
     def _log_loss(self) -> None:
-        """Say once who is gone. Where graphs of other libraries are replayed, no call of ours may ever tell."""
+        """Log once which rank is gone. A program that only replays graphs of other libraries never calls this one."""
         if self.lost is not None and not self._has_logged:
             self._has_logged = True
             log(INFO, "rank %d of %d: rank %d is gone: %s", self._page.rank, self._page.n, *self.lost)

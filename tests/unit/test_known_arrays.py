@@ -226,7 +226,7 @@ def test_lists_and_tuples_are_found_as_lists():
 
 
 def test_outputs_of_another_length():
-    """The usual way tells what is wrong."""
+    """The slow path tells what is wrong."""
     arrays, out = arrays_of(3), arrays_of(4, 8192)
     known = known_list(arrays, out[:3])
     for wrong in (out, out[:2], [*out[:3], None], [], (), iter(out), out[0], arrays[:2]):

@@ -163,7 +163,7 @@ def test_other_calls(known: Known):
 
 
 def test_an_op_that_is_no_str(known: Known):
-    """An op of MPI cannot be hashed, and a subclass of str may compare as it likes: these take the usual way."""
+    """An op of MPI cannot be hashed, and a subclass of str may compare as it likes: these take the slow path."""
     one = then()
     known.learn(X, OUT, one)
     for op in (["sum"], np.str_("sum"), np.ones(2), None):
@@ -188,7 +188,7 @@ def test_an_object_that_has_changed_or_died(known: Known):
 
 
 def test_memory_that_is_shared(known: Known):
-    """The usual way makes a copy, or raises an error in a call."""
+    """The slow path makes a copy, or raises an error in a call."""
     known.learn(X, OUT, then(a=Array(0x8000)))
     for x, out, a, ready in (
         (0x1000, 0x1000, 0x8000, True), (0x1000, 0x1000, 0x1000, True), (0x1000, 0x4000, 0x1000, True),

@@ -49,7 +49,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Known:
 
 
 def test_memory_that_is_shared_or_misaligned(known: Known):
-    """The usual way makes a copy, or raises an error in a call."""
+    """The slow path makes a copy, or raises an error in a call."""
     for x, out, ready in (
         (0x1000, 0x1000, True), (0x1000, 0x4000, True), (0x1002, 0x4002, True), (0x1000, 0x1000 + NBYTES, True),
         (0x1000, 0x1000 + NBYTES - 2, False), (0x1000, 0x1000 - NBYTES + 2, False), (0x1001, 0x1001, False),

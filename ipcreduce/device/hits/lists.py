@@ -139,7 +139,7 @@ class ListHits:
         return NOT_READY if current is None else (known.ready, out, current)
 
     def _unknown(self, ends: _Ends | None, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
-        """Do the same as :meth:`find` for a list that is not known by its arrays.
+        """Find the launch for a list that is not known by its arrays: see :meth:`find`.
 
         :param ends: by what it may become known.
         """
@@ -185,7 +185,7 @@ class ListHits:
         self._cache.insert(ends, known, every, every)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
-        """A call's form and its key, after it was made by the usual way."""
+        """A call's form and its key, after it was made by the slow path."""
         arrays, op, _, sms = given
         key = None
         if type(op) is str and prepared.nbytes:

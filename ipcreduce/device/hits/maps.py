@@ -100,7 +100,7 @@ class MapHits:
         return ready, result, current
 
     def _unknown(self, key: _Key, array: Any, op: str, out: Any, stream: Any, then: Map) -> Found:
-        """Do the same as :meth:`find` for objects that are not known."""
+        """Find the launch for objects that are not known: see :meth:`find`."""
         cache, looked = self._cache, self._look(array, op, out, then)
         if looked is None:
             return NOT_READY
@@ -160,7 +160,7 @@ class MapHits:
         self._cache.insert(key, Known(form, ready, source, (array.shape, operands)), [*tensors, then], tensors)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
-        """A call's form and its key, after it was made by the usual way."""
+        """A call's form and its key, after it was made by the slow path."""
         array, op, out, then, sms = given
         if sms is not None:
             return None

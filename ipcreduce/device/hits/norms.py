@@ -102,7 +102,7 @@ class NormHits:
         return known.ready, ((quant_out, scales, residual_out), out), current
 
     def _unknown(self, key: Any, given: _Arguments, stream: Any) -> Found:
-        """Do the same as :meth:`find` for arrays that are not known.
+        """Find the launch for arrays that are not known: see :meth:`find`.
 
         :param key: by which they may become known; None for none.
         """
@@ -179,7 +179,7 @@ class NormHits:
         self._cache.insert(key, Known(form, ready, 0, more), every, every)
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
-        """A call's form and its key, after it was made by the usual way."""
+        """A call's form and its key, after it was made by the slow path."""
         shape, looked = prepared.request.epilogue, self._look(given)
         arrays = [given[index] for index in _ARRAYS]
         if looked is None or not prepared.nbytes:

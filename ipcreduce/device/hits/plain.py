@@ -69,7 +69,7 @@ class PlainHits:
         return ready, result, current
 
     def _unknown(self, key: _Key, array: Any, op: Any, out: Any, stream: Any) -> Found:
-        """Do the same as :meth:`find` for objects that are not known."""
+        """Find the launch for objects that are not known: see :meth:`find`."""
         looked = self._look(array, op, out)
         if looked is None:
             return NOT_READY
@@ -117,7 +117,7 @@ class PlainHits:
             self._cache.insert(key, Known(form, ready, source, array.shape), objects, objects)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
-        """A call's form and its key, after it was made by the usual way."""
+        """A call's form and its key, after it was made by the slow path."""
         array, op, out, sms = given
         if type(op) is not str or not prepared.nbytes:
             return None

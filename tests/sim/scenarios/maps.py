@@ -200,14 +200,14 @@ def ordered_expressions() -> None:
 
 @contextlib.contextmanager
 def usual_calls(comm: Any) -> Iterator[Any]:
-    """A count of the calls that go the usual way."""
+    """A count of the calls that take the slow path."""
     calls = mock.Mock(wraps=comm._open.device.call)
     with mock.patch.object(comm._open.device, "call", calls):
         yield calls
 
 
 def known_expressions() -> None:
-    """Only the first call of a kind takes the usual way: others may have other arrays, other numbers, another Map."""
+    """Only the first call of a kind takes the slow path: others may have other arrays, other numbers, another Map."""
 
     def check(comm: Any) -> None:
         with usual_calls(comm) as calls:

@@ -266,7 +266,7 @@ def known_norms_of_another_shape() -> None:
 
 @contextlib.contextmanager
 def usual_calls(comm: Any) -> Any:
-    """A count of the calls that go the usual way."""
+    """A count of the calls that take the slow path."""
     calls = mock.Mock(wraps=comm._open.device.call)
     with mock.patch.object(comm._open.device, "call", calls):
         yield calls

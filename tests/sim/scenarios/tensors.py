@@ -33,7 +33,7 @@ def on_torchs_stream() -> None:
             cupy.cuda.Device().synchronize()
             with torch.stream(torchs), cupys:
                 delay(cupys.ptr)  # a call there comes too late for who reads it on the tensor's
-                for _ in range(3):  # the usual way, then the short one
+                for _ in range(3):  # the slow path, then the short one
                     comm.allreduce(Tensor(source), out=Tensor(target))
                     with torchs.of_cupy:
                         found = cupy.asnumpy(target)
@@ -418,7 +418,7 @@ def the_short_way() -> None:
                         right(comm.allreduce(aliases[0], out=aliases[1]).array)
                     last = comm._open.backend.order.last
                     assert (last.state, last.stream) == (ON_STREAM, stream.cuda_stream), "with events"
-            assert not counted.call_count, "on the usual way"
+            assert not counted.call_count, "on the slow path"
             before, source.array = source.array, other  # as p.data = other
             right(comm.allreduce(source, out=out).array, 2)
             right(comm.allreduce(source, out=out).array, 2)
@@ -454,7 +454,7 @@ def a_stream_by_its_handle() -> None:
                 right(out)
                 out.fill(0)
                 cupy.cuda.Device().synchronize()
-            assert not counted.call_count, "on the usual way"
+            assert not counted.call_count, "on the slow path"
         for turn in range(6):  # behind each other, by whatever way
             array = array_of(RANK + 1)
             cupy.cuda.Device().synchronize()
@@ -585,7 +585,7 @@ def after_a_wait() -> None:
                     comm.synchronize()
                     right(other)
                     other.fill(0)
-            assert not counted.call_count, "on the usual way"
+            assert not counted.call_count, "on the slow path"
         for last in (two, one):
             for wait in (True, False):
                 array.fill(RANK + 1)

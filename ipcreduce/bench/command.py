@@ -171,7 +171,7 @@ def _message(nbytes: int, comm: Communicator, options: argparse.Namespace) -> Me
 def _contenders(
     comm: Communicator, options: argparse.Namespace, mpi: Any
 ) -> tuple[contenders.Ours, list[contenders.Contender], dict[str, str]]:
-    """Ours, the others, and the reasons why those are left out that do not work."""
+    """ipcreduce, the other libraries, and the reasons why some of them are left out."""
     on_host = comm.backend == "mpi"
     if options.op == norms.OP:
         others = norms.peers(comm, options.algorithm)

@@ -18,7 +18,7 @@ class Backend(ABC):
         """Wait until this rank's calls so far have ended."""
 
     def quiesce(self, deadline: float) -> None:  # noqa: B027  (a backend may have nothing to do)
-        """Wait until no work of ours runs, the abort word being up. :raises IpcReduceError: at ``deadline``."""
+        """Wait until no kernel of this package runs; the abort word is up. :raises IpcReduceError: at ``deadline``."""
 
     def offer(self) -> bytes:
         """Up to 136 bytes that the other ranks' :meth:`reset` is to get; b"" for none."""

@@ -263,7 +263,7 @@ class _Foreign:
 
 @cache
 def _borrowed() -> Any:
-    """A subclass of cupy.cuda.Stream for handles of others: :func:`keeps` takes a plain one for its stream's owner."""
+    """A subclass of cupy.cuda.Stream for foreign handles. :func:`keeps` takes a plain Stream for the handle's owner."""
     return type("BorrowedStream", (load().cuda.Stream,), {})
 
 

@@ -35,7 +35,7 @@ Action = Callable[[], object]
 
 
 class _Turn:
-    """A lock for which nobody waits. An interrupt right behind :meth:`acquire` cannot leave it locked."""
+    """A lock that nobody waits for. An interrupt right behind :meth:`acquire` cannot leave it locked."""
 
     def __init__(self) -> None:
         self._holder: dict[int, object] = {}

@@ -30,7 +30,7 @@ Found = tuple[Ready | None, Any, Stream | None]  # a launch, the result of the c
 
 
 class Limited(NamedTuple):
-    """The op of calls with a limit of blocks, in the keys of tables. Its type is ours, so no caller passes it as op."""
+    """The op of calls with a limit of blocks, in the keys of tables. No caller passes it: its type is private."""
 
     op: str
     sms: int

@@ -207,7 +207,7 @@ class StreamOrder:
         return captured
 
     def _open_to_others(self, captured_graph: int) -> _Captured:
-        """Add the nodes that order a graph of others. The wait follows no node: behind a node it costs 1 us."""
+        """Add the nodes that order a graph of another library. Its wait follows no node: that would cost 1 us."""
         self.shared = True
         if self._replayed is not None:
             return _Captured((), captured_graph, graph.add_event_record(captured_graph, self._replayed))
@@ -294,7 +294,7 @@ class StreamOrder:
 
     # ---- waiting
     def synchronize(self, stream: Stream | None) -> bool:
-        """Wait for the calls made so far: for those on ``stream``, or for all, with replays of graphs of others.
+        """Wait for the calls made so far on ``stream``, or for all, and for replays of other libraries' graphs.
 
         :returns: True if all have ended.
         """

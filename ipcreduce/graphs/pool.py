@@ -201,7 +201,7 @@ class GraphPool:
                     slab.place.cover(piece, nbytes)
 
     def prepare(self) -> None:
-        """Create memory for the slabs, if theirs was given back."""
+        """Create memory for the slabs, if it was given back."""
         with self._lock:
             for slab in self._slabs if self.is_suspended else ():
                 if slab.place is not None:

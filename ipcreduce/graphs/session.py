@@ -343,7 +343,7 @@ class GraphSession:
 
     # ---- memory
     def allocating(self, stream: Stream) -> AbstractContextManager[Any]:
-        """A context in which a call on ``stream`` allocates. Memory for a capture by others stays until close()."""
+        """A context in which a call on ``stream`` allocates. That for another library's capture stays until close()."""
         return self._captured_memory.allocating(stream)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:

@@ -71,7 +71,7 @@ class Segment:
         return cls(shared_files.open_existing(path), path, rank, n)
 
     def hand_over(self, check: Callable[[list[int]], None]) -> None:
-        """Give this rank's data to all peers, and wait for theirs.
+        """Give this rank's data to all peers, and wait for the data of the peers.
 
         What a peer wrote before its handover of the same number can be read then, and it has read what this rank had
         written before its handover before this one.

@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def is_busy(self) -> bool:
-        """True while this rank makes calls, of which the other ranks must hear soon."""
+        """True while this rank makes calls that the other ranks have to learn of soon."""
         return clock.now() - self._moved < 2 * BUSY_SECONDS
 
     def look(self) -> None:

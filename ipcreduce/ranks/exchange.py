@@ -310,7 +310,7 @@ def tell(ranks: Ranks, error: BaseException, deadline: float) -> None:
 
 
 def last_words(error: BaseException | None, deadline: float) -> float:
-    """The time until which this rank waits for the others to hear of its error."""
+    """The time until which this rank waits for the other ranks to read its error."""
     if error is None or isinstance(error, Exception):
         return deadline
     return min(deadline, clock.now() + _LAST_WORDS_SECONDS)

@@ -158,9 +158,10 @@ def plot(path: Path, result: dict[str, Any], names: Mapping[str, str] | None = N
     for panel, mode in zip(panels[0], modes, strict=True):
         rows = [row for row in result["rows"] if row["mode"] == mode]
         sizes = [row["bytes"] for row in rows]
-        for name in sorted({name for row in rows for name in row["peers_us"]}):
+        for number, name in enumerate(sorted({name for row in rows for name in row["peers_us"]})):
             points = [(row["bytes"], row["peers_us"][name]) for row in rows if name in row["peers_us"]]
-            panel.plot(*zip(*points, strict=True), linewidth=1.5, label=(names or {}).get(name, name))
+            line = panel.plot(*zip(*points, strict=True), linewidth=1.5, label=(names or {}).get(name, name))[0]
+            line.set_linestyle((0, (4, 4)) if number % 2 else "-")  # so that none hides the one below it
         panel.plot(sizes, [row["ours_us"] for row in rows], linewidth=3, color="black", label="ipcreduce")
         panel.plot(sizes, [row["limit_us"] for row in rows], linestyle="--", color="gray", label="limit")
         panel.set(xscale="log", yscale="log", title=f"{_MODES.get(mode, mode)}, {ranks_text(rows[0]['ranks'])}")

@@ -160,6 +160,7 @@ def test_plot(tmp_path: Path):
     assert b"a note" in drawn
     for suffix in (".svg", ".pdf"):
         report.plot(path.with_suffix(suffix), {"rows": rows})
+    assert "stroke-dasharray: 6,6" in path.with_suffix(".svg").read_text(), "else one of two peers hides the other"
 
 
 def test_times_are_those_of_the_slowest_rank():

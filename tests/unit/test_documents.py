@@ -11,7 +11,8 @@ import pytest
 import ipcreduce
 from benchmarks import pictures
 from docs import results
-from ipcreduce import errors
+from ipcreduce import errors, options
+from ipcreduce.ipc import plan, workspace
 from tests.shared import documents
 from tests.tools import run
 from tests.tools.machine import ROOT
@@ -219,6 +220,15 @@ def test_the_pythons_are_those_of_the_classifiers() -> None:
     assert set(run.PYTHONS) >= {f"3.{minor}" for minor in minors}
     assert f"{run.PYTHONS[0]} to {run.PYTHONS[-1]}" in (ROOT / "Makefile").read_text()
     assert f"{run.PYTHONS[0]} to {run.PYTHONS[-1]}" in text_of("CONTRIBUTING.md")
+
+
+def test_memory_is_as_the_pages_say() -> None:
+    default, served = options.workspace_bytes(), workspace.bytes_for(8 * plan.MB)
+    for size, megabytes, area in ((default, 128, 32), (served, 29, 7)):
+        assert (size / plan.MB, int(plan.area_bytes(size, (9, 0)) / plan.MB)) == (megabytes, area)
+        assert plan.area_bytes(size, (8, 9)) == 0
+    assert re.search(r"uses 128 MB of memory .* 32\s+MB more for `sms=`", text_of("README.md"), re.DOTALL)
+    assert "29 MB for each group on each GPU, and 7 MB more" in text_of("docs/serving.md")
 
 
 @pytest.mark.parametrize("name", ["docs/from_torch_distributed.md", "docs/pytorch.md"])

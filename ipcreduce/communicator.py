@@ -340,7 +340,7 @@ class Communicator(Collectives):
 
         It waits for all work on the GPU first. Until :meth:`resume`, calls and replays raise :class:`GraphStateError`.
         A graph that another library captured would write bytes 0xFF, so launch none, nor during this call. With
-        backend "mpi" and in a world of one it does nothing. Idempotent. docs/graphs.md has a table of what stays.
+        backend "mpi" and in a world of one it does nothing. Idempotent. docs/suspend.md has a table of what stays.
 
         :param pools: give back the memory of graphs, too, the same on every rank. What is in it is lost, results of
             graphs among it: do not read them until they are filled again. An array of comm.empty() keeps its values.

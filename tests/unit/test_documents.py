@@ -100,6 +100,12 @@ def test_the_readme_begins_with_what_a_stranger_runs() -> None:
     assert places == sorted(places)
 
 
+def test_the_readme_and_the_index_link_every_page() -> None:
+    own = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md", "security.md"}
+    assert own <= {Path(link.partition("#")[0]).name for link in documents.links(ROOT / "README.md")}
+    assert own <= set(documents.links(ROOT / "docs" / "index.md"))
+
+
 def anchors(page: Path) -> set[str]:
     """The links that lead to a page's headings."""
     headings = re.findall(r"^#+ +(.*)$", documents.FENCED.sub("", page.read_text()), re.MULTILINE)

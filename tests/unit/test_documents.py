@@ -228,6 +228,13 @@ def test_the_pythons_are_those_of_the_classifiers() -> None:
     assert f"{run.PYTHONS[0]} to {run.PYTHONS[-1]}" in text_of("CONTRIBUTING.md")
 
 
+def test_the_tests_take_as_long_as_the_pages_say() -> None:
+    kept = json.loads((ROOT / "tests" / "times.json").read_text())["seconds"] / 60
+    for text in (text_of("README.md"), text_of("CONTRIBUTING.md"), (ROOT / "Makefile").read_text()):
+        [minutes] = re.findall(r"^#? ?make test  .* (\d+) minutes on 2 cores$", text, re.MULTILINE)
+        assert 0.8 < kept / int(minutes) < 1.25
+
+
 def test_memory_is_as_the_pages_say() -> None:
     default, served = options.workspace_bytes(), workspace.bytes_for(8 * plan.MB)
     for size, megabytes, area in ((default, 128, 32), (served, 29, 7)):

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.tools import machine, release, run, times
+from tests.shared import bounds
+from tests.tools import heartbeat, machine, release, run, times
 
 WITH_PROGRESS = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "tests.tools.progress"]
 
@@ -215,6 +217,16 @@ def test_progress_is_told_by_kept_times_and_while_a_test_runs(tmp_path: Path):
     told = re.findall(r"^ *(\d+) %  (\d) of 4 tests, 0:0\d min  ", output, re.M)
     assert told.count(("0", "3")) > 1, output
     assert told[-1] == ("100", "4")
+
+
+def test_a_silent_command_is_told_to_go_on(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
+    output, until = "", time.monotonic() + bounds.HANG
+    with heartbeat.told("pip installs"):
+        while output.count("\n") < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+            output += capfd.readouterr().out
+    assert output.startswith("pip installs: 0:00 min so far\npip installs: 0:0")
 
 
 def test_a_run_ends_with_the_shared_memory_that_it_found(tmp_path: Path):

@@ -55,7 +55,7 @@ class Communicator(Collectives):
     :raises ArgumentError: if an argument is wrong or differs between ranks.
     :raises RankMismatchError: if the ranks do not have the same version of this package, with the same code.
     :raises UnsupportedError: if MPI is needed and not usable; if the ranks neither share /dev/shm nor reach each other
-        over TCP; or if the backend that was asked for cannot be used. Without GPUs ``backend`` is "mpi" else.
+        over TCP; or if the backend that was asked for cannot be used. If none was, missing GPUs are no error.
     :raises PeerTimeoutError: if a rank does not come, or the group does not answer.
     :raises PeerLostError: if the group's ``allgather`` raises.
 
@@ -299,10 +299,10 @@ class Communicator(Collectives):
         self._open.session.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
 
     def recover(self) -> int:
-        """Meet the other ranks after an error, and start anew: the next call does the same by itself. Collective.
+        """Wait for all ranks after an error, and start anew, as the next call would. Collective.
 
-        It can follow any exception, also one of the program's own: it ends the other ranks' waits for this rank. What
-        has gone wrong until then is raised by no later call. ``calls`` is the same on every rank afterwards.
+        Use it after any exception, also one of your own: it ends the other ranks' waits for this rank. Later calls do
+        not raise the errors from before. ``calls`` is the same on every rank afterwards.
 
         :returns: the last call that was right on every rank, with all before it since the ranks last met. It is the
             same on every rank. It can be an earlier one if calls have ended without data, and other libraries' graphs
@@ -339,8 +339,8 @@ class Communicator(Collectives):
         """Give the workspace's memory back, until :meth:`resume`. Every rank has to. Graphs stay valid.
 
         It waits for all work on the GPU first. Until :meth:`resume`, calls and replays raise :class:`GraphStateError`.
-        A graph that another library captured would write bytes 0xFF, so launch none, nor during this call. With
-        backend "mpi" and in a world of one it does nothing. Idempotent. docs/suspend.md has a table of what stays.
+        Launch no graph that another library captured until then: it would write bytes 0xFF. With backend "mpi" and
+        with one rank this does nothing. Idempotent. docs/suspend.md has a table of what stays.
 
         :param pools: give back the memory of graphs, too, the same on every rank. What is in it is lost, results of
             graphs among it: do not read them until they are filled again. An array of comm.empty() keeps its values.
@@ -365,7 +365,7 @@ class Communicator(Collectives):
         self._open.suspension.resume()
 
     def close(self) -> None:
-        """Give everything back. Every rank has to. It takes at most 6 s, whatever the peers and the GPU are doing.
+        """Close the communicator and free its memory. Every rank has to. It takes at most 6 s, also with a busy GPU.
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """

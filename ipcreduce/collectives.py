@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import habits
 from .arrays.split_call import SplitCall
 from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
 from .calls import turns
@@ -15,16 +16,44 @@ if TYPE_CHECKING:
     from .open_communicator import OpenCommunicator
 
 Sizes = Sequence[int] | None
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def breaks_trace(operator: str) -> Callable[[_Function], _Function]:
+    """Let torch.compile not trace a function, but break its graph there, and name the operator that does not.
+
+    It does as torch.compiler.disable(), without an import.
+    """
+
+    def mark(function: _Function) -> _Function:
+        setattr(function, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
+        setattr(function, "_torchdynamo_disable_msg", f"use torch.ops.ipcreduce.{operator}")  # noqa: B010
+        return function
+
+    return mark
 
 
 class Collectives:
     """The two halves of an all-reduce, and the broadcast. :class:`ipcreduce.Communicator` has them."""
 
     _open: OpenCommunicator
+    if not TYPE_CHECKING:  # for a type checker, every name would be one of the class
+        __getattr__ = habits.not_in_communicator
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to ``size`` - 1."""
+        return self._open.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._open.ranks.size
 
     def _call(self, given: Any, stream: Any) -> Any:
         raise NotImplementedError
 
+    @breaks_trace("all_gather")
     def allgather(
         self, array: Any, *, axis: int = 0, sizes: Sizes = None, out: Any = None, sms: int | None = None,
         stream: Any = None,
@@ -53,6 +82,7 @@ class Collectives:
         """
         return self._split((GATHER, None, axis, sizes, 0, sms), array, out, stream)
 
+    @breaks_trace("reduce_scatter")
     def reduce_scatter(
         self, array: Any, op: Op = "sum", *, axis: int = 0, sizes: Sizes = None, out: Any = None,
         sms: int | None = None, stream: Any = None,
@@ -79,6 +109,7 @@ class Collectives:
         """
         return self._split((SCATTER, op, axis, sizes, 0, sms), array, out, stream)
 
+    @breaks_trace("broadcast_")
     def broadcast(self, array: Any, root: int = 0, *, sms: int | None = None, stream: Any = None) -> Any:
         """Rank ``root``'s values of ``array`` on every rank, in place.
 
@@ -102,5 +133,4 @@ class Collectives:
     def _split_usual(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Any:
         if key[-1] is not None:
             checked_sms(key[-1])
-        ranks = self._open.ranks
-        return self._call(SplitCall(array, out, key, ranks.rank, ranks.size), stream)
+        return self._call(SplitCall(array, out, key, self.rank, self.size), stream)

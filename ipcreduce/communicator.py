@@ -18,7 +18,7 @@ from .arrays.maps import Map, MapCall
 from .arrays.norms import FP8
 from .arrays.plain import PlainCall
 from .calls import turns
-from .collectives import Collectives
+from .collectives import Collectives, breaks_trace
 from .cuda import cupy_runtime
 from .device.launch_cache import Limited
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
@@ -69,6 +69,8 @@ class Communicator(Collectives):
     ) -> None:  # fmt: skip
         process.begin()
         process.close_dropped()
+        if isinstance(group, Communicator):
+            raise ArgumentError("group is a Communicator. Pass the group that it was made of")
         given = groups.of(group)
         options = Options.of(device, timeout, algorithm, backend, workspace)
         ranks = given.join(options.timeout)
@@ -81,16 +83,6 @@ class Communicator(Collectives):
         process.add(self._open)
 
     # ---- identity
-    @property
-    def rank(self) -> int:
-        """This process's number, 0 to ``size`` - 1."""
-        return self._open.ranks.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._open.ranks.size
-
     @property
     def backend(self) -> str:
         """The backend of device arrays: "ipc" (this package's kernels) or "nccl"; "mpi" if there is none."""
@@ -157,6 +149,7 @@ class Communicator(Collectives):
     def allreduce(
         self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., sms: int | None = ..., stream: Any = ...
     ) -> Out: ...  # fmt: skip
+    @breaks_trace("all_reduce")
     def allreduce(
         self, array: Any, op: Any = "sum", *more: Any, out: Any = None, then: Any = None, sms: Any = None,
         stream: Any = None,
@@ -255,6 +248,7 @@ class Communicator(Collectives):
         residual_out: Any = ..., weight_bias: float = ..., quantize: FP8, quant_out: Any = ..., scales_out: Any = ...,
         stream: Any = ...,
     ) -> tuple[Any, Any, Any]: ...  # fmt: skip
+    @breaks_trace("all_reduce_rmsnorm")
     def allreduce_rmsnorm(
         self, x: Any, weight: Any, eps: float = 1e-6, *, residual: Any = None, out: Any = None,
         residual_out: Any = None, weight_bias: float = 0.0, quantize: FP8 | None = None, quant_out: Any = None,
@@ -392,16 +386,3 @@ class Communicator(Collectives):
     def _graph_session(self) -> GraphSession:
         """The recordings of this communicator: see session_of."""
         return self._open.session
-
-
-Communicator.__getattr__ = habits.not_in_communicator  # type: ignore[attr-defined]  # type checkers do not see it
-# As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
-for _call, _name in (
-    (Communicator.allreduce, "all_reduce"),
-    (Communicator.allreduce_rmsnorm, "all_reduce_rmsnorm"),
-    (Communicator.allgather, "all_gather"),
-    (Communicator.reduce_scatter, "reduce_scatter"),
-    (Communicator.broadcast, "broadcast_"),
-):
-    setattr(_call, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
-    setattr(_call, "_torchdynamo_disable_msg", f"use torch.ops.ipcreduce.{_name}")  # noqa: B010

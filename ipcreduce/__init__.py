@@ -1,4 +1,4 @@
-"""All-reduce for the GPUs of one host: kernels over memory that the ranks share, compiled by NVRTC at first use.
+"""All-reduce and its two halves for the GPUs of one host, by kernels over memory that the ranks share.
 
     mpirun -n 4 python app.py          # import ipcreduce; total = ipcreduce.allreduce(array)
 

@@ -124,6 +124,8 @@ class Collectives:
 
     def _split(self, key: SplitKey, array: Any, out: Any, stream: Any) -> Any:
         """Make a call. ``key``: its arguments but for the arrays. ``out``: what is written, if it is given."""
+        if type(key[3]) is list:  # so that the call can be known
+            key = (*key[:3], tuple(key[3]), *key[4:])
         parts = self._open
         fast = parts.fast  # once: another thread may close the communicator
         if fast is None:

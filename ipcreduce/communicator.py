@@ -37,7 +37,7 @@ _ENDS = {  # by the error of later calls
 
 
 class Communicator(Collectives):
-    """All-reduce among the ranks of a group. Making one is collective.
+    """The collectives among the ranks of a group. Making one is collective.
 
     :param group: an mpi4py intracommunicator; a ``torch.distributed`` process group; or any :class:`Group`, which has
         ``rank``, ``size`` and ``allgather(bytes)``. None for ``MPI.COMM_WORLD``; without an MPI library and without a
@@ -98,7 +98,7 @@ class Communicator(Collectives):
     def calls(self) -> int:
         """The number of this rank's last call: the ranks count alike.
 
-        All-reduces, of lists too, recordings, :meth:`suspend` and :meth:`resume` count one each, also if they raise. A
+        Calls on arrays and lists, recordings, :meth:`suspend` and :meth:`resume` count one each, also if they raise. A
         replay counts one for each segment that has all-reduces: one without breaks.
         """
         return self._open.calls.number

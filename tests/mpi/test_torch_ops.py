@@ -36,6 +36,21 @@ def test_norms(mpirun: Callable, n: int):
     assert all(f"{check}: right" in output for check in NORMS), output
 
 
+SPLITS = "results", "gradients", "transforms", "compiled", "checks_of_pytorch", "fsdp_refuses"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_splits(mpirun: Callable, n: int):
+    output = mpirun("tests/mpi/torch_splits_worker.py", n, *SPLITS, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert all(f"{scenario}: right" in output for scenario in SPLITS), output
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_example_of_fsdp(mpirun: Callable, n: int):
+    output = mpirun("mpi_examples/train_fsdp.py", n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert f"on {n} ranks, as of one" in output, output
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_example(mpirun: Callable, n: int):
     output = mpirun("mpi_examples/torch_ops.py", n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout

@@ -53,12 +53,11 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
             "another collective, or a decorator outside of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
+    after = USE_AGAIN if page.loss() is None else ONLY_CLOSE
     if kind == MISMATCH:
-        return RankMismatchError(report(
-            page.rank, call, f"call {where} is not the same on every rank: {text}",
-            f"Let the ranks make the same calls. {USE_AGAIN}",
-        ))  # fmt: skip
-    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} raised an error ({text})", USE_AGAIN))
+        happened = f"call {where} is not the same on every rank: {text}"
+        return RankMismatchError(report(page.rank, call, happened, f"Let the ranks make the same calls. {after}"))
+    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} raised an error ({text})", after))
 
 
 def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | None:

@@ -376,13 +376,13 @@ class CallSequence:
 
         :returns: the error of its further calls; the caller raises it or ``cause``.
         """
-        page = self.page
-        fault = page.fault() if isinstance(cause, (PeerFailedError, RankMismatchError)) else None
+        fault = self.page.fault() if isinstance(cause, (PeerFailedError, RankMismatchError)) else None
         if fault is not None:
             call, rank, kind, text = fault
-            page.post_fault(kind, call, text, rank)  # its own record may reach a peer behind the loss that came of it
-        page.post_lost(self.rank, f"{why} ({described(cause)})")
-        happened = f"this rank cannot go on with the others ({described(cause)})"
+            self.page.post_fault(kind, call, text, rank)  # its own record may reach a peer behind the loss
+        reason = described(cause).replace(f". {faults.USE_AGAIN}", "")
+        self.page.post_lost(self.rank, f"{why} ({reason})")
+        happened = f"this rank cannot go on with the others ({reason})"
         self.unusable = lost = PeerLostError(report(self.rank, self.number, happened, faults.ONLY_CLOSE))
         return lost
 

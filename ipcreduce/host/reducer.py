@@ -153,11 +153,8 @@ class HostReducer:
         check_runs()
         calls, number = self._calls, self._calls.number
         check = _Patience(partial(calls.check_wait, number, math.inf, []))
-        try:
+        with calls.losing(f"it left call {number} halfway"):
             result = exchange(number, check)
-        except BaseException as error:
-            calls.lose(f"it left call {number} halfway", error)
-            raise
         if check.error is not None:
             raise check.error
         return result

@@ -514,6 +514,37 @@ def interrupted(comm: Communicator) -> None:
     right(comm)
 
 
+def left_before_the_data(comm: Communicator) -> None:
+    """Rank 0 is interrupted once all others exchange data over MPI. Nobody says that all goes on."""
+    with Communicator() as brief:
+        right(brief)
+        host = brief._open.host
+
+        def interrupted(*_: object) -> None:
+            for _ in range(LAST):
+                WORLD.recv()
+            raise KeyboardInterrupt
+
+        def begun(*given: Any) -> Any:
+            WORLD.send(None, 0)
+            return exchange(*given)
+
+        exchange = host._over_mpi
+        with mock.patch.object(host, "_over_mpi", begun if RANK else interrupted):
+            if RANK == 0:
+                with contextlib.suppress(KeyboardInterrupt):
+                    right(brief)
+            else:
+                error = error_of(lambda: right(brief))
+                assert type(error) is PeerLostError, repr(error)
+                assert "KeyboardInterrupt" in str(error), error
+                assert str(error).endswith("The communicator can only be closed."), error
+                assert "used again" not in str(error), error
+        WORLD.Barrier()
+        raises(PeerLostError, "can only be closed", lambda: right(brief))
+    right(comm)
+
+
 def out_of_memory(comm: Communicator) -> None:
     """A rank that fails after the ranks have agreed: nobody is told that the ranks' programs differ."""
     with Communicator() as brief:
@@ -1070,7 +1101,7 @@ SCENARIOS = {
         a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, wrong_splits, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
         failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
-        late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
+        left_before_the_data, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
         nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
         threads, closing,

@@ -31,10 +31,11 @@ def test_wrong_calls(mpirun: Callable, n: int, how: str):
 
 WAITS = {
     "memory": ["late_at_start_up", "late", "refused_while_another_is_late", "a_call_after_another_rank_has_closed"],
-    "page": ["failed_behind_the_data", "a_call_after_another_rank_has_closed"],
+    "page": ["failed_behind_the_data", "left_before_the_data", "a_call_after_another_rank_has_closed"],
     "apart": [
         "late_at_start_up",
         "failed_behind_the_data",
+        "left_before_the_data",
         "memory_outlives_a_wait",
         "a_call_after_another_rank_has_closed",
     ],

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls import faults
+from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from ipcreduce.page import control_page, flight_recorder, layout, shared_files, watchdog
@@ -213,6 +214,20 @@ def test_a_refused_call(pages: list[Page]):
         "rank 2, call 6: in call 4, rank 1 raised an error (ArgumentError: op must be sum). "
         "The communicator can be used again."
     )
+
+
+@pytest.mark.parametrize("kind", [control_page.REFUSED, control_page.MISMATCH])
+def test_a_fault_of_a_communicator_that_is_lost(pages: list[Page], kind: int):
+    """Nobody says that it can be used again."""
+    pages[1].post_fault(kind, 4, "why")
+    calls = CallSequence(pages[0], 30.0, [])
+    lost = calls.lose("it left", faults.fault_error(pages[0], 4, 30.0))
+    told = faults.fault_error(pages[2], 4, 30.0)
+    with pytest.raises(PeerLostError, match="rank 0 is gone: it left") as gone:
+        faults.raise_lost(pages[2], 4)
+    for error in (lost, told, gone.value):
+        assert str(error).endswith("The communicator can only be closed.")
+        assert "used again" not in str(error)
 
 
 def test_a_mismatch(pages: list[Page]):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..dtypes import KINDS
 from ..page.fingerprint import Fingerprint
@@ -75,9 +74,9 @@ class NormShape:
 
     def __str__(self) -> str:
         """The norm in words, behind those of the sum. Records have room for 80 bytes of a call."""
-        text = f", eps {np.float32(self.eps)!s}"
+        text = f", eps {self.eps:.7g}"
         if self.weight_bias:
-            text += f", bias {np.float32(self.weight_bias)!s}"
+            text += f", bias {self.weight_bias:.7g}"
         if self.residual:
             text += ", residual"
         if self.scales:
@@ -192,7 +191,8 @@ def _in_words(request: Request) -> Fingerprint:
     shape, kind = request.members[0].shape, request.members[0].kind
     after = request.epilogue
     if isinstance(after, NormShape):
-        return Fingerprint.of(f"sum and norm of {kind} {shape}{where}{after}")
+        text = f"sum and norm of {kind} {shape}{where}{after}"
+        return Fingerprint.of(text, f"{text}\0{struct.pack('<2f', after.eps, after.weight_bias).hex()}")
     text = f"{request.op} of {kind} {shape}{where}"
     if after is None:
         return Fingerprint.of(text)

@@ -63,7 +63,10 @@ class Segment:
         self.nodes = cuda_graph.Nodes(0, 0, ())
         text = f"replay of {name}: {len(calls)} all-reduces"
         every = [call.what for call in calls]
-        what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
+        checksums = " ".join(
+            str(one.crc) for one in every
+        )  # no repr(): Ctrl-C in that of a dataclass spoils it for good
+        what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {checksums}")
         self.what = what.made_by(sum(one.operations for one in every))
         self.ready = Ready(self.what, cupy_runtime.launch_graph, 0)
 

@@ -1,7 +1,8 @@
 """The ranks give the memory of their workspaces back, and get new memory at the same addresses: suspend() and resume().
 
-Each is one call of the communicator. Steps that can fail, such as allocating memory, run first, and the ranks vote on
-them: then all go on, or nothing has changed. An error behind the vote loses the communicator on every rank.
+Each is one call of the communicator. What may fail for want of something, such as memory or descriptors, comes first,
+and the ranks vote on it: then all go on, or nothing has changed. An error behind the votes loses the communicator on
+every rank.
 While it is suspended, its sequence of calls is unusable. So calls and replays raise at once, and no rank tells another.
 """
 
@@ -22,10 +23,12 @@ from .errors import ArgumentError, GraphStateError, IpcReduceError, PeerFailedEr
 from .graphs.pools import Pools
 from .graphs.session import GraphSession
 from .page.fingerprint import Fingerprint
-from .texts import decoded, encoded, shown, text_of
+from .ranks.exchange import Agreed
+from .texts import decoded, encoded, shown, text_of, with_limit
 from .types import DEFAULT_STREAM
 
 _SUSPEND, _RESUME = "suspend()", "resume()"
+_AGAIN = "Call resume() again after that."
 _TEXT_BYTES = 512
 
 
@@ -118,16 +121,29 @@ class Suspension:
             self._session.pools.prepare_resumption()
 
         try:
-            self._vote(_RESUME, prepare, "Call resume() again after that.")
+            self._vote(_RESUME, prepare, _AGAIN)
+            self._hand_over(backend)
             with calls.losing("it left resume()"):
-                ranks = OverPage(calls.page, calls.number, partial(calls.gather, calls.number))
-                self._session.pools.resume(ranks, clock.now() + calls.timeout)
-                used = backend.resume(ranks, clock.now() + calls.timeout)
+                self._session.pools.resume()
+                used = backend.resume(clock.now() + calls.timeout)
+                calls.gather(calls.number, b"")  # no rank writes to a peer's memory before that is empty
                 self._error = None
             return used
         except BaseException:
             self._drop_prepared(backend)
             raise
+
+    def _hand_over(self, backend: DeviceBackend) -> None:
+        """Give each rank what it maps of the others. It is a vote, too: on every rank it fails, or on none."""
+        calls = self._calls
+        ranks = OverPage(calls.page, calls.number, partial(calls.gather, calls.number))
+        deadline = clock.now() + calls.timeout
+        try:
+            self._session.pools.hand_over(ranks, deadline)
+            backend.hand_over(ranks, deadline)
+        except Agreed as error:
+            text = report(calls.rank, calls.number, text_of(error), _AGAIN)
+            raise UnsupportedError(text, reach=Reach.ALL) from error
 
     def _pools(self, wanted: bool) -> Sequence[Pools]:
         """The pools of graphs, if they are to be given back. :raises UnsupportedError: if they cannot."""
@@ -168,11 +184,14 @@ class Suspension:
 
         :raises IpcReduceError: this rank's error; or PeerFailedError, with another rank's.
         """
-        calls, error = self._calls, None
+        calls = self._calls
+        error: IpcReduceError | None = None
         try:
             prepare()
         except IpcReduceError as caught:
             error = caught
+        except OSError as caught:
+            error = UnsupportedError(with_limit(caught))
         text = b"" if error is None else encoded(text_of(error), _TEXT_BYTES)
         failed = {rank: decoded(data) for rank, data in enumerate(calls.gather(calls.number, text)) if data}
         if error is not None:

@@ -73,6 +73,7 @@ class Range:
         self._ordinal, self.nbytes = ordinal, nbytes
         self._handle = self._mapped = 0
         self._piece = nbytes  # bytes of each mapping
+        self._next = 0  # the handle of memory that is to be mapped next
         self.address = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def attach(self, handle: int, nbytes: int | None = None) -> None:
@@ -103,8 +104,30 @@ class Range:
             raise
 
     def export(self) -> int:
-        """A new file descriptor of the memory, which the caller closes."""
-        return export(self._handle)
+        """A new file descriptor of the memory, or of what is prepared. The caller closes it."""
+        return export(self._next or self._handle)
+
+    def prepare(self, handle: int) -> None:
+        """Take over the handle of memory for :meth:`swap`."""
+        self._next = handle
+
+    def drop_prepared(self) -> None:
+        """Release what was prepared and is not mapped. Idempotent."""
+        if self._next:
+            release(self._take_prepared())
+
+    def _take_prepared(self) -> int:
+        handle, self._next = self._next, 0
+        return handle
+
+    def swap(self, nbytes: int | None = None) -> None:
+        """Map the prepared memory in place of what is mapped here. If none is prepared, nothing changes.
+
+        :param nbytes: see :meth:`attach`.
+        """
+        if self._next:
+            self.detach()  # if that fails, drop_prepared() has still to release the handle
+            self.attach(self._take_prepared(), nbytes)
 
     def detach(self) -> None:
         """Wait for all work in the context, then unmap the memory. The addresses stay reserved. Idempotent."""
@@ -135,9 +158,12 @@ class Range:
         try:
             self.detach()
         finally:
-            if self.address:
-                address, self.address = self.address, 0
-                call("cuMemAddressFree", address, self.nbytes)
+            try:
+                self.drop_prepared()
+            finally:
+                if self.address:
+                    address, self.address = self.address, 0
+                    call("cuMemAddressFree", address, self.nbytes)
 
 
 def _properties(ordinal: int, exportable: bool = True) -> Any:

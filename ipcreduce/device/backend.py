@@ -164,9 +164,15 @@ class DeviceBackend(Backend):
         """Do as :meth:`prepare_suspension`, for :meth:`resume`."""
         self._wait_for_gpu(seconds)
 
+    def hand_over(self, ranks: Channel, deadline: float) -> None:
+        """Give what was prepared to the peers, for :meth:`resume`. Collective. Nothing changes if it fails.
+
+        :raises Agreed: on every rank, if one cannot. :raises IpcReduceError: if a rank does not come.
+        """
+
     @abstractmethod
-    def resume(self, ranks: Channel, deadline: float) -> bool:
-        """Get new memory in place of the old one. Collective.
+    def resume(self, deadline: float) -> bool:
+        """Get new memory in place of the old one. Every rank has prepared for it, and NCCL's wait for each other.
 
         :returns: True if a graph of others was launched on this rank meanwhile.
         :raises IpcReduceError: if that fails.

@@ -107,7 +107,6 @@ class GraphPool:
         self._context, self.device, self._unit, self._virtual = context, device, unit, virtual
         self.sessions: WeakSet[Any] = WeakSet()
         self.is_suspended = False
-        self._prepared: list[tuple[Slab, int]] = []  # with the handles of their next memory
         self._of_torch: Any = None
         self._users = 0  # graphs, and registrations while peers have the memory mapped
         self._slabs: list[Slab] = []
@@ -205,26 +204,21 @@ class GraphPool:
         with self._lock:
             for slab in self._slabs if self.is_suspended else ():
                 if slab.place is not None:
-                    self._prepared.append((slab, virtual_memory.create(self.device, slab.nbytes)))
+                    slab.place.prepare(virtual_memory.create(self.device, slab.nbytes))
 
     def drop_prepared(self) -> None:
         """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""
         with self._lock:
-            while self._prepared:
-                virtual_memory.release(self._prepared.pop()[1])
+            for slab in self._slabs:
+                if slab.place is not None:
+                    slab.place.drop_prepared()
 
     def resume(self) -> None:
         """Map the new memory. What was in the old one is lost."""
         with self._lock:
-            while self._prepared:
-                slab, handle = self._prepared[-1]
-                if slab.place is not None and slab in self._slabs:
-                    slab.place.detach()  # if that fails, drop_prepared() has still to release the handle
-                    self._prepared.pop()
-                    slab.place.attach(handle)
-                else:  # it was freed meanwhile
-                    self._prepared.pop()
-                    virtual_memory.release(handle)
+            for slab in self._slabs:
+                if slab.place is not None:
+                    slab.place.swap()
             self.is_suspended = False
 
     # ---- blocks

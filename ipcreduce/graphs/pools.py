@@ -16,7 +16,9 @@ class Elsewhere(Protocol):
     """Memory of the peers' pools that is mapped here. Its class is in direct/, which imports this module."""
 
     def suspend(self) -> None: ...
-    def resume(self, ranks: Channel, deadline: float) -> None: ...
+    def hand_over(self, ranks: Channel, deadline: float) -> None: ...
+    def resume(self) -> None: ...
+    def drop_prepared(self) -> None: ...
 
 
 class Pools:
@@ -63,11 +65,14 @@ class Pools:
             for pool in self._all:
                 pool.prepare()
 
-    def resume(self, ranks: Channel, deadline: float) -> None:
-        """Map the memory in place of the old one. Collective, if it was given back.
+    def hand_over(self, ranks: Channel, deadline: float) -> None:
+        """See :meth:`DeviceBackend.hand_over`."""
+        if self._is_suspended and self.elsewhere is not None:
+            with using_relaxed(self._context):
+                self.elsewhere.hand_over(ranks, deadline)
 
-        :raises IpcReduceError: if a peer's memory cannot be mapped.
-        """
+    def resume(self) -> None:
+        """Map the memory in place of the old one, if that was given back."""
         if not self._is_suspended:
             return
         self._is_suspended = False
@@ -75,7 +80,7 @@ class Pools:
             for pool in self._all:
                 pool.resume()
             if self.elsewhere is not None:
-                self.elsewhere.resume(ranks, deadline)
+                self.elsewhere.resume()
 
     def drop_prepared(self) -> None:
         """Give back what was prepared and not used. Idempotent."""
@@ -85,4 +90,5 @@ class Pools:
                 if piece:
                     virtual_memory.release(piece)
             finally:
-                attempt(self._context, *[pool.drop_prepared for pool in self._all])
+                elsewhere = () if self.elsewhere is None else (self.elsewhere.drop_prepared,)
+                attempt(self._context, *[pool.drop_prepared for pool in self._all], *elsewhere)

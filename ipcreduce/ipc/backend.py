@@ -126,10 +126,15 @@ class IpcBackend(DeviceBackend):
             self._used = self._virtual().was_used()
             self._virtual().prepare(suspended=False)
 
-    def resume(self, ranks: Channel, deadline: float) -> bool:
+    def hand_over(self, ranks: Channel, deadline: float) -> None:
+        """See :meth:`DeviceBackend.hand_over`."""
+        with using_relaxed(self.context):
+            virtual.hand_over(ranks, self._virtual(), deadline)
+
+    def resume(self, deadline: float) -> bool:
         """See :meth:`DeviceBackend.resume`."""
         with using_relaxed(self.context):
-            virtual.resume(ranks, self._virtual(), deadline)
+            self._virtual().resume()
         return self._used
 
     # ---- ends

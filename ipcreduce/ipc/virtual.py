@@ -35,7 +35,6 @@ class VirtualWorkspace(Workspace):
         self._ordinal, self._piece = ordinal, virtual_memory.rounded(ordinal, 1)
         self._own = Range(ordinal, virtual_memory.rounded(ordinal, nbytes + area_bytes))
         self._there: list[Range] = []  # the peers', in the order of ``peers``
-        self._prepared = 0  # the handle of memory that is to be mapped next
         self._is_suspended = False
         super().__init__(rank, n, nbytes, area_bytes)
 
@@ -74,18 +73,19 @@ class VirtualWorkspace(Workspace):
 
     # ---- memory that is given back. Each method may raise CudaError.
     def prepare(self, suspended: bool) -> None:
-        """Create the memory for :meth:`suspend`, or for :meth:`resume`. It is all that they need."""
+        """Create the memory for :meth:`suspend`, or this rank's for :meth:`resume`."""
         nbytes = self._piece if suspended else self._own.nbytes
-        self._prepared = virtual_memory.create(self._ordinal, nbytes, exportable=not suspended)
+        self._own.prepare(virtual_memory.create(self._ordinal, nbytes, exportable=not suspended))
+
+    def prepare_peers(self, descriptors: Sequence[int]) -> None:
+        """Import the peers' new memory for :meth:`resume`. :param descriptors: by rank."""
+        for i, there in enumerate(self._there, 1):
+            there.prepare(virtual_memory.import_descriptor(descriptors[(self.rank + i) % self.n]))
 
     def drop_prepared(self) -> None:
-        """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""
-        if self._prepared:
-            virtual_memory.release(self._take_prepared())
-
-    def _take_prepared(self) -> int:
-        handle, self._prepared = self._prepared, 0
-        return handle
+        """Release what was prepared and is not mapped. Idempotent."""
+        for one in (self._own, *self._there):
+            one.drop_prepared()
 
     def suspend(self) -> None:
         """Give all memory back but one piece, in place of the epochs, and keep the addresses.
@@ -94,8 +94,7 @@ class VirtualWorkspace(Workspace):
         is that of an abandoned wait. So the kernel neither waits nor sends, and touches nothing else of any workspace.
         """
         self._is_suspended = True
-        self._own.detach()
-        self._own.attach(self._take_prepared(), self._piece)
+        self._own.swap(self._piece)
         driver.fill(self._own.address, EMPTY, EPOCHS_BYTES)
         for there in self._there:
             there.detach()
@@ -107,37 +106,28 @@ class VirtualWorkspace(Workspace):
         return bool(epoch[0] != _STOPPED)
 
     def resume(self) -> None:
-        """Map new memory at this rank's addresses, and empty it. The peers' is mapped by :meth:`attach_peers`."""
-        self._own.detach()
-        self._own.attach(self._take_prepared())
+        """Map the new memory of all ranks where their old one was, and empty this rank's."""
+        for one in (self._own, *self._there):
+            one.swap()
         self._is_suspended = False
         self.reset()
-
-    def attach_peers(self, descriptors: Sequence[int]) -> None:
-        """Map the peers' new memory where their old one was. :param descriptors: by rank."""
-        for i, there in enumerate(self._there, 1):
-            there.attach(virtual_memory.import_descriptor(descriptors[(self.rank + i) % self.n]))
 
     def free(self) -> None:
         """Free the memory and its addresses. Idempotent."""
         self.address = 0
-        try:
-            self._own.close()
-        finally:
-            self.drop_prepared()
+        self._own.close()
 
 
-def resume(ranks: Channel, workspace: VirtualWorkspace, deadline: float) -> None:
-    """Put new memory into a suspended workspace, and map that of the peers. Collective. Each has prepared it.
+def hand_over(ranks: Channel, workspace: VirtualWorkspace, deadline: float) -> None:
+    """Give the new memory of a suspended workspace to all ranks, each of which has prepared its own. Collective.
 
-    :raises IpcReduceError: if that fails. Then the workspace is of no use any more.
+    :raises Agreed: on every rank, if one cannot. :raises IpcReduceError: if a rank does not come.
     """
-    workspace.resume()
     with (
         handed_over(ranks, workspace.descriptor, workspace.mapped_bytes, deadline, "workspaces") as descriptors,
-        exchange.step(ranks, deadline, "mapping the peers' workspaces"),
+        exchange.step(ranks, deadline, "importing the peers' workspaces"),
     ):
-        workspace.attach_peers(descriptors)
+        workspace.prepare_peers(descriptors)
 
 
 def start(

@@ -25,7 +25,6 @@ from ..dtypes import KINDS, reduced_as
 from ..errors import CudaError, Reach, UnsupportedError
 from ..originals import time
 from ..page.control_page import Page
-from ..ranks.exchange import Channel
 from ..types import Stream
 from . import library, splits
 from .comm import NcclCommunicator
@@ -154,7 +153,7 @@ class NcclBackend(DeviceBackend):
         """See :class:`DeviceBackend`."""
         self._wait_for(background.Job(self.nccl.suspend), clock.now() + self._timeout)
 
-    def resume(self, ranks: Channel, deadline: float) -> bool:
+    def resume(self, deadline: float) -> bool:
         """See :class:`DeviceBackend`. Nobody notices a launch meanwhile: it reaches memory that is not there."""
         self._wait_for(background.Job(self.nccl.resume), deadline)
         return False

@@ -1,9 +1,11 @@
 """File descriptors handed over between the ranks of one host, which then have the same memory open.
 
-Each rank has a Unix socket for datagrams, with a name of 128 random bits that no file system shows and that ends with
-its process. A message counts only if the kernel says that it is of this user and of the process that the rank has
-told. A message lies in the receiver's queue as soon as it is sent. So once all ranks have voted that they have sent,
-each finds all descriptors there, and waits for nobody.
+Each rank has a Unix socket for datagrams for every other rank, with a name of 128 random bits that no file system shows
+and that ends with its process. Other users can read the names, and send there until the sockets of two ranks are
+connected to each other. Then the kernel refuses everybody else, and what strangers have sent keeps nothing out. A
+message counts only if the kernel says that it is of this user and of the process that the rank has told. A message lies
+in the receiver's queue as soon as it is sent. So once all ranks have voted that they have sent, each finds all
+descriptors there, and waits for nobody.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -24,24 +27,24 @@ from . import exchange
 from .exchange import Channel, Kind
 
 _PLACE = exchange.struct(Kind.DESCRIPTOR, ("socket", "S64"), ("pid", "<u4"), ("nbytes", "<u8"))
-_RANK = struct.Struct("<I")  # all that a message says beside its descriptor
 _CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid: struct ucred
 MOST = 32  # descriptors of a rank at a time: a process may have only 1,024 files open
 _ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MOST)
-_MOST_MESSAGES = 1000  # that are looked at: whoever sends without end keeps no rank
 
 
 class Mailbox:
-    """A socket at which this rank gets descriptors from each peer. :raises OSError: if there is none to be had."""
+    """A socket at which this rank gets descriptors from one peer, and sends it some. :raises OSError: if it cannot be.
 
-    def __init__(self) -> None:
-        self.name = f"ipcreduce-{secrets.token_hex(16)}"
+    :param name: of the socket, and of the one that the peer has for this rank.
+    """
+
+    def __init__(self, name: str) -> None:
         self._socket = Socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # each message says who sent it
             self._socket.setblocking(False)
-            self._socket.bind(_address(self.name))
-        except OSError:
+            self._socket.bind(f"\0{name}")
+        except BaseException:
             self._socket.close()
             raise
 
@@ -49,69 +52,52 @@ class Mailbox:
         """Close the socket, and with it all descriptors that nobody has received."""
         self._socket.close()
 
-    def send(self, name: str, rank: int, *descriptors: int) -> None:
-        """Send descriptors to the mailbox of another process. The caller keeps its own, and may close them.
+    def connect(self, name: str) -> None:
+        """Take messages of the peer's mailbox only. :raises OSError: if it is gone, or connected to another one."""
+        self._socket.connect(f"\0{name}")
 
-        :param rank: this process's one. :raises OSError: if the mailbox is gone, or full.
+    def send(self, *descriptors: int) -> None:
+        """Send descriptors to the peer, which has connected its mailbox. The caller keeps its own, and may close them.
+
+        :raises OSError: if the mailbox is gone.
         """
-        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)
-        self._socket.sendmsg([_RANK.pack(rank)], [rights], 0, _address(name))
+        self._socket.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
 
-    def receive(self, pids: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        """Take out each peer's descriptors, by rank, which the caller closes. All of them must have been sent.
+    def receive(self, rank: int, pid: int, count: int) -> list[int]:
+        """Take out the peer's descriptors, which the caller closes. They must have been sent.
 
-        :param pids: the peers' processes, by rank. Descriptors from any other process are closed.
-        :param counts: how many each of them has sent at once.
-        :raises UnsupportedError: if a rank's are not there. :raises OSError: if this process can open no further file.
+        :param rank: the peer, for messages. :param pid: its process. Descriptors from any other process are closed.
+        :param count: how many it has sent at once.
+        :raises UnsupportedError: if they are not there. :raises OSError: if this process can open no further file.
         """
-        found: dict[int, list[int]] = {}
-        try:
-            for _ in range(_MOST_MESSAGES):
-                if len(found) == len(pids):
-                    return found
-                self._receive_one(pids, counts, found)
-            raise BlockingIOError
-        except BaseException as error:
-            for descriptors in found.values():
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            if not isinstance(error, BlockingIOError):
-                raise
-            missing = min(pids.keys() - found.keys())
-            raise UnsupportedError(
-                f"no descriptor has come from rank {missing}, process {pids[missing]}: the ranks see each other's "
-                "processes only in one PID namespace and as one user"
-            ) from None
-
-    def _receive_one(self, pids: Mapping[int, int], counts: Mapping[int, int], found: dict[int, list[int]]) -> None:
-        data, parts, flags, _ = self._socket.recvmsg(_RANK.size, _ROOM, socket.MSG_CMSG_CLOEXEC)
-        pid, uid, descriptors = _contents(parts)
-        try:
-            rank = int(_RANK.unpack(data)[0]) if len(data) == _RANK.size else -1
-            if uid != os.getuid() or pids.get(rank) != pid or rank in found:
-                return
-            if flags & socket.MSG_CTRUNC and len(descriptors) < counts[rank]:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            if len(descriptors) == counts[rank]:
-                found[rank], descriptors = descriptors, []
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        while True:  # nobody can add to what strangers have sent
+            try:
+                _, parts, flags, _ = self._socket.recvmsg(1, _ROOM, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                raise UnsupportedError(
+                    f"no descriptor has come from rank {rank}, process {pid}: the ranks see each other's processes "
+                    "only in one PID namespace and as one user"
+                ) from None
+            sender, descriptors = _contents(parts)
+            if sender == (pid, os.getuid()):
+                if len(descriptors) == count:
+                    return descriptors
+                _close(*descriptors)
+                if flags & socket.MSG_CTRUNC and len(descriptors) < count:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            else:
+                _close(*descriptors)
 
 
-def _address(name: str) -> bytes:
-    return b"\0" + name.encode()
-
-
-def _contents(parts: list[tuple[int, int, bytes]]) -> tuple[int, int, list[int]]:
-    """(pid, uid, descriptors) of a message. -1 for a pid or a uid that the kernel does not tell."""
+def _contents(parts: list[tuple[int, int, bytes]]) -> tuple[tuple[int, int], list[int]]:
+    """(pid, uid) of a message's sender, -1 where the kernel does not tell, and the descriptors."""
     pid, uid, descriptors = -1, -1, array.array("i")
     for level, kind, data in parts:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size:
             pid, uid, _ = _CREDENTIALS.unpack(data)
         elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) // 4 * 4])
-    return pid, uid, descriptors.tolist()
+    return (pid, uid), descriptors.tolist()
 
 
 @contextmanager
@@ -140,36 +126,38 @@ def several_handed_over(
     :param what: what the descriptors stand for, in messages.
     :raises Agreed: on every rank, if one of them cannot take part. :raises IpcReduceError: see ``exchange.allgather``.
     """
-    mailbox: Mailbox | None = None
-    own: list[int] = []
+    others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+    boxes: dict[int, Mailbox] = {}
+    every: list[list[int]] = [[] for _ in range(ranks.size)]
+    own = every[ranks.rank]
     with ExitStack() as held:
+        held.callback(lambda: _close(*chain(*every)))
 
         def make() -> dict[str, Any]:
-            nonlocal mailbox
-            for export in exports:
-                own.append(export())
-                held.callback(_close, own[-1])
-            mailbox = Mailbox()
-            held.callback(mailbox.close)
-            return {"socket": mailbox.name, "pid": os.getpid(), "nbytes": nbytes}
+            own.extend(export() for export in exports)
+            name = f"ipcreduce-{secrets.token_hex(16)}"
+            for rank in others:
+                boxes[rank] = Mailbox(f"{name}-{rank}")
+                held.callback(boxes[rank].close)
+            return {"socket": name, "pid": os.getpid(), "nbytes": nbytes}
 
         places = exchange.share(ranks, _PLACE, make, deadline, f"exporting {what}")
-        assert mailbox is not None
-        pids = {rank: int(place["pid"]) for rank, place in enumerate(places) if rank != ranks.rank}
-        with exchange.step(ranks, deadline, f"sending {what}"):
+        with exchange.step(ranks, deadline, f"connecting for {what}"):
             if (places["nbytes"] != nbytes).any():
                 raise UnsupportedError(f"{what} differ in size: {places['nbytes'].tolist()} bytes")
-            for rank in pids if own else ():
-                mailbox.send(bytes(places[rank]["socket"]).decode(), ranks.rank, *own)
+            for rank, mailbox in boxes.items():
+                mailbox.connect(f"{places[rank]['socket'].decode()}-{ranks.rank}")
+        with exchange.step(ranks, deadline, f"sending {what}"):
+            for mailbox in boxes.values() if own else ():
+                mailbox.send(*own)
         with exchange.step(ranks, deadline, f"receiving {what}"):
-            sent = {rank: count for rank, count in enumerate(counts) if count and rank != ranks.rank}
-            found = mailbox.receive({rank: pids[rank] for rank in sent}, sent)
-            for descriptors in found.values():
-                for descriptor in descriptors:
-                    held.callback(_close, descriptor)
-        yield [own if rank == ranks.rank else found.get(rank, []) for rank in range(ranks.size)]
+            for rank, mailbox in boxes.items():
+                if counts[rank]:
+                    every[rank] = mailbox.receive(rank, int(places[rank]["pid"]), counts[rank])
+        yield every
 
 
-def _close(descriptor: int) -> None:
-    with suppress(OSError):  # an error that is told may not hide another one
-        os.close(descriptor)
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):  # an error that is told may not hide another one
+            os.close(descriptor)

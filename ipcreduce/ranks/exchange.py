@@ -20,6 +20,7 @@ from ..errors import (
     PeerLostError,
     PeerTimeoutError,
     RankMismatchError,
+    Reach,
     UnsupportedError,
     report,
 )
@@ -283,13 +284,16 @@ def step(ranks: Channel, deadline: float, what: str) -> Iterator[None]:
 def _raise_left(ranks: Channel, gathered: np.ndarray[Any, Any], what: str) -> None:
     for rank, other in enumerate(gathered):
         ours = (other["magic"], other["version"], other["length"]) == (MAGIC, VERSION, MESSAGE_BYTES)
-        if ours and other["left"]:
+        if not ours or not other["left"]:
+            continue
+        if not ranks.call:
             ranks.left = True
-            happened = "raised an error" if ranks.call else "has left start-up"
             raise (UnsupportedError if other["left"] == _LACKS else PeerFailedError)(report(
-                ranks.rank, ranks.call, f"rank {rank} {happened} ({text_in(other)})",
+                ranks.rank, 0, f"rank {rank} has left start-up ({text_in(other)})",
                 "Mend that, then make the Communicator again on every rank.",
             ))  # fmt: skip
+        if other["left"] == _LEAVES:  # what a rank lacks is an error as any other, once no further backend is tried
+            raise PeerFailedError(f"rank {rank} raised an error ({text_in(other)})", reach=Reach.OWN)
 
 
 def tell(ranks: Ranks, error: BaseException, deadline: float) -> None:

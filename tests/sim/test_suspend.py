@@ -26,6 +26,11 @@ def test_ranks_that_differ(hold: Hold) -> None:
     hold(2, "ranks_that_differ", "late_for_resume", "no_memory_to_resume", SIM_NO_NCCL="1")
 
 
+def test_descriptors(hold: Hold) -> None:
+    names = "no_descriptors_to_resume", "mailboxes_that_strangers_fill", "interrupted_while_resuming"
+    hold(2, *names, SIM_NO_NCCL="1")
+
+
 def test_what_is_held(hold: Hold) -> None:
     """The last scenario leaves what its driver refuses to take back."""
     hold(2, "a_hundred_cycles", "suspended_driver_faults", SIM_NO_NCCL="1")

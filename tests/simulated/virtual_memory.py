@@ -198,10 +198,16 @@ def create(size: int, prop: CUmemAllocationProp, flags: int) -> int:
         if size > machine.free_bytes(index):
             raise Fault(2)
         name = f"ipcreduce-sim-physical-{index}-{size}-{os.getpid()}-{secrets.token_hex(8)}"
-        fd = os.memfd_create(name)
-        os.ftruncate(fd, size)
-        with mmap.mmap(fd, size) as content:
-            content[:] = bytes([machine.NEW]) * size
+        fd = -1
+        try:
+            fd = os.memfd_create(name)
+            os.ftruncate(fd, size)
+            with mmap.mmap(fd, size) as content:
+                content[:] = bytes([machine.NEW]) * size
+        except OSError:  # the process can open no file
+            if fd >= 0:
+                os.close(fd)
+            raise Fault(2) from None
         return _added(_Physical(fd, size, index, wanted == _DESCRIPTOR, name))
 
 

@@ -19,18 +19,22 @@ from ipcreduce.ranks.descriptors import Mailbox
 from tests.programs.descriptors_worker import open_files
 from tests.tools.machine import ROOT
 
-ONE = dict.fromkeys(range(9), 1)
-# A process that sends a descriptor, as rank sys.argv[2]; as another user, if there is one more argument.
+NAME = f"ipcreduce-test-{os.getpid()}"  # of two mailboxes, behind which stands the number of the rank
+# A process that sends a descriptor to a name; as another user, if there is one more argument.
 SENDER = """
 import array, os, socket, sys
 descriptor = os.memfd_create("theirs")
 os.write(descriptor, b"theirs")
-if sys.argv[3:]:
+if sys.argv[2:]:
     os.setuid(65534)
 rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])
-data = int(sys.argv[2]).to_bytes(4, "little")
-socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendmsg([data], [rights], 0, b"\\0" + sys.argv[1].encode())
-print(os.getpid())
+sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+sender.setblocking(False)
+try:
+    while True:
+        sender.sendmsg([b"?"], [rights], 0, b"\\0" + sys.argv[1].encode())
+except OSError as error:
+    print(os.getpid(), type(error).__name__)
 """
 
 
@@ -72,14 +76,15 @@ def test_a_rank_that_never_comes(tmp_path: Path):
         assert "not all 3 ranks came to exporting memory" in said
 
 
-# ---- one mailbox
+# ---- two mailboxes
 @pytest.fixture
-def mailbox() -> Iterator[Mailbox]:
-    """It must leave no descriptor open but those that were taken out."""
+def mailboxes() -> Iterator[tuple[Mailbox, Mailbox]]:
+    """Those of two ranks for each other. They must leave no descriptor open but those that were taken out."""
     before = open_files()
-    made = Mailbox()
-    yield made
-    made.close()
+    pair = Mailbox(f"{NAME}-1"), Mailbox(f"{NAME}-2")
+    yield pair
+    for one in pair:
+        one.close()
     assert open_files() <= before  # what other tests have left may go meanwhile
 
 
@@ -91,102 +96,104 @@ def memory() -> Iterator[int]:
     os.close(descriptor)
 
 
-def sent_by_another(mailbox: Mailbox, rank: int = 1, *user: str) -> int:
-    """The process that has sent a descriptor, and has ended."""
-    command = [sys.executable, "-I", "-S", "-c", SENDER, mailbox.name, str(rank), *user]
-    return int(subprocess.run(command, check=True, text=True, stdout=-1, timeout=60).stdout)
+def connect(mailboxes: tuple[Mailbox, Mailbox]) -> None:
+    for own, other in ((1, 2), (2, 1)):
+        mailboxes[own - 1].connect(f"{NAME}-{other}")
 
 
-def taken(mailbox: Mailbox, pids: dict[int, int]) -> dict[int, bytes]:
+def filled_by_another(*user: str) -> tuple[int, str]:
+    """The process that has sent descriptors to the first one's mailbox until that took no more, and has ended; why."""
+    command = [sys.executable, "-I", "-S", "-c", SENDER, f"{NAME}-1", *user]
+    pid, error = subprocess.run(command, check=True, text=True, stdout=-1, timeout=60).stdout.split()
+    return int(pid), error
+
+
+def taken(mailbox: Mailbox, pid: int, count: int = 1) -> list[bytes]:
     """The content behind each descriptor that is taken out."""
-    found = mailbox.receive(pids, ONE)
-    contents = {rank: os.pread(one, 20, 0) for rank, [one] in found.items()}
-    for [one] in found.values():
+    found = mailbox.receive(1, pid, count)
+    contents = [os.pread(one, 20, 0) for one in found]
+    for one in found:
         os.close(one)
     return contents
 
 
-def test_the_sender_may_be_gone(mailbox: Mailbox):
-    assert taken(mailbox, {1: sent_by_another(mailbox)}) == {1: b"theirs"}
+def test_the_sender_may_be_gone(mailboxes: tuple[Mailbox, Mailbox]):
+    assert taken(mailboxes[0], filled_by_another()[0]) == [b"theirs"]
 
 
-def test_a_process_that_is_no_rank_is_not_heard(memory: int, mailbox: Mailbox):
-    """It comes first, as another rank, and as the right one."""
-    for rank in (0, 1, 7):
-        sent_by_another(mailbox, rank)
+@pytest.mark.parametrize("user", [[], ["nobody"]])
+def test_who_fills_a_mailbox_keeps_nobody_out(mailboxes: tuple[Mailbox, Mailbox], memory: int, user: list[str]):
+    """A stranger who comes before the ranks' mailboxes are connected is not heard; one who comes later cannot send."""
+    if user and os.getuid():
+        pytest.skip("only root can be another user")
+    assert filled_by_another(*user)[1] == "BlockingIOError"
+    connect(mailboxes)
+    assert filled_by_another(*user)[1] == "PermissionError"
+    for _ in range(2):
+        mailboxes[1].send(memory)
+    assert filled_by_another(*user)[1] == "PermissionError"
+    assert [taken(mailboxes[0], os.getpid()) for _ in range(2)] == 2 * [[b"ours"]]
+
+
+def test_a_process_that_is_no_rank_is_not_heard(mailboxes: tuple[Mailbox, Mailbox]):
+    filled_by_another()
+    connect(mailboxes)
     with pytest.raises(UnsupportedError, match=rf"no descriptor has come from rank 1, process {os.getpid()}: "):
-        mailbox.receive({1: os.getpid()}, ONE)
-    sent_by_another(mailbox)
-    mailbox.send(mailbox.name, 1, memory)
-    mailbox.send(mailbox.name, 2, memory)
-    assert taken(mailbox, {1: os.getpid(), 2: os.getpid()}) == {1: b"ours", 2: b"ours"}
+        mailboxes[0].receive(1, os.getpid(), 1)
 
 
-def test_another_user_is_not_heard(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch):
-    pid = sent_by_another(mailbox)
+def test_another_user_is_not_heard(mailboxes: tuple[Mailbox, Mailbox], monkeypatch: pytest.MonkeyPatch):
+    pid, _ = filled_by_another()
     with monkeypatch.context() as patched:
         patched.setattr(descriptors.os, "getuid", lambda: 4242)
         with pytest.raises(UnsupportedError, match="as one user"):
-            mailbox.receive({1: pid}, ONE)
+            mailboxes[0].receive(1, pid, 1)
     if os.getuid() == 0:
-        pid = sent_by_another(mailbox, 1, "nobody")
+        pid, _ = filled_by_another("nobody")
         with pytest.raises(UnsupportedError, match="as one user"):
-            mailbox.receive({1: pid}, ONE)
+            mailboxes[0].receive(1, pid, 1)
 
 
-def test_what_came_is_closed_if_another_is_missing(memory: int, mailbox: Mailbox):
-    mailbox.send(mailbox.name, 1, memory)
-    with pytest.raises(UnsupportedError, match="no descriptor has come from rank 2"):
-        mailbox.receive({1: os.getpid(), 2: os.getpid()}, ONE)
-
-
-def test_several_at_once(memory: int, mailbox: Mailbox):
+def test_several_at_once(mailboxes: tuple[Mailbox, Mailbox], memory: int):
     """In their order, and only as many as are due."""
+    connect(mailboxes)
     other = os.memfd_create("other")
     os.write(other, b"other")
-    mailbox.send(mailbox.name, 1, memory)
-    mailbox.send(mailbox.name, 1, memory, other, memory)
-    mailbox.send(mailbox.name, 1, *[memory] * descriptors.MOST)
-    found = mailbox.receive({1: os.getpid()}, {1: 3})
-    assert [os.pread(one, 20, 0) for one in found[1]] == [b"ours", b"other", b"ours"]
-    most = mailbox.receive({1: os.getpid()}, {1: descriptors.MOST})
-    for one in [other, *found[1], *most[1]]:
-        os.close(one)
+    mailboxes[1].send(memory)
+    mailboxes[1].send(memory, other, memory)
+    mailboxes[1].send(*[memory] * descriptors.MOST)
+    os.close(other)
+    assert taken(mailboxes[0], os.getpid(), 3) == [b"ours", b"other", b"ours"]
+    assert taken(mailboxes[0], os.getpid(), descriptors.MOST) == [b"ours"] * descriptors.MOST
 
 
-def test_messages_that_are_none(memory: int, mailbox: Mailbox):
-    """Too short, too long, without a descriptor, with several, twice."""
+def test_messages_that_are_none(mailboxes: tuple[Mailbox, Mailbox], memory: int):
+    """Empty, too long, without a descriptor, with several."""
+    connect(mailboxes)
     rights = descriptors.socket.SOL_SOCKET, descriptors.socket.SCM_RIGHTS
-    there = b"\0" + mailbox.name.encode()
-    for data, more in ((b"", []), (b"\1\0\0\0", []), (b"\1\0", [memory]), (b"\2\0\0\0\0", [memory])):
+    for data, more in ((b"", []), (b"?", []), (b"?" * 9, [memory, memory]), (b"?", [memory] * 9)):
         ancillary = [(*rights, descriptors.array.array("i", more))] if more else []
-        mailbox._socket.sendmsg([data], ancillary, 0, there)
-    many = descriptors.array.array("i", [memory] * 9)
-    mailbox._socket.sendmsg([b"\1\0\0\0"], [(*rights, many)], 0, there)
-    mailbox.send(mailbox.name, 1, memory)
-    mailbox.send(mailbox.name, 2, memory)
-    assert taken(mailbox, {1: os.getpid(), 2: os.getpid()}) == {1: b"ours", 2: b"ours"}
+        mailboxes[1]._socket.sendmsg([data], ancillary)
+    mailboxes[1].send(memory)
+    assert taken(mailboxes[0], os.getpid()) == [b"ours"]
 
 
-def test_a_full_mailbox_keeps_nobody(memory: int, mailbox: Mailbox):
-    def fill() -> None:
-        while True:
-            mailbox.send(mailbox.name, 5, memory)
-
-    with pytest.raises(BlockingIOError):
-        fill()
-
-
-def test_a_mailbox_that_is_gone(memory: int, mailbox: Mailbox):
-    other = Mailbox()
-    other.close()
+def test_a_mailbox_that_is_gone(mailboxes: tuple[Mailbox, Mailbox], memory: int):
+    """Whoever takes its name gets nothing."""
+    connect(mailboxes)
+    mailboxes[0].close()
+    thief = Mailbox(f"{NAME}-1")
     with pytest.raises(ConnectionRefusedError):
-        mailbox.send(other.name, 1, memory)
+        mailboxes[1].send(memory)
+    thief.close()
+    with pytest.raises(ConnectionRefusedError):
+        mailboxes[1].connect(f"{NAME}-1")
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_no_room_for_a_descriptor(memory: int, mailbox: Mailbox, count: int):
-    mailbox.send(mailbox.name, 1, *[memory] * count)
+def test_no_room_for_a_descriptor(mailboxes: tuple[Mailbox, Mailbox], memory: int, count: int):
+    connect(mailboxes)
+    mailboxes[1].send(*[memory] * count)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = max(map(int, os.listdir("/proc/self/fd"))) + 1 + count  # at least count numbers are free
     copies: list[int] = []
@@ -198,15 +205,16 @@ def test_no_room_for_a_descriptor(memory: int, mailbox: Mailbox, count: int):
         for _ in range(count - 1):  # one too few
             os.close(copies.pop())
         with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-            mailbox.receive({1: os.getpid()}, {1: count})
+            mailboxes[0].receive(1, os.getpid(), count)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for one in copies:
             os.close(one)
 
 
-def test_no_name_is_used_twice():
-    first, second = Mailbox(), Mailbox()
-    assert first.name != second.name
-    first.close()
-    second.close()
+def test_no_mailbox_to_be_had(mailboxes: tuple[Mailbox, Mailbox]):
+    """Its descriptor is closed."""
+    before = open_files()
+    with pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+        Mailbox(f"{NAME}-1")
+    assert open_files() == before

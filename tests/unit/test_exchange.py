@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls.over_page import OverPage
-from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
+from ipcreduce.errors import (
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    RankMismatchError,
+    Reach,
+    UnsupportedError,
+)
 from ipcreduce.ranks import exchange
 from ipcreduce.ranks.exchange import Kind
 from ipcreduce.texts import text_in
@@ -261,8 +268,19 @@ def test_a_rank_that_raises_in_an_exchange_of_a_call_is_named():
     """No start-up is meant there."""
     world = World(lambda rank, record: leaves(record, MemoryError("none left")) if rank == 2 else None)
     world.call = 7
-    with pytest.raises(PeerFailedError, match=r"rank 1, call 7: rank 2 raised an error \(MemoryError: none left\)"):
+    with pytest.raises(PeerFailedError, match=r"^rank 2 raised an error \(MemoryError: none left\)$") as caught:
         world.allgather(exchange.message(exchange.CONFIRMATION))
+    assert caught.value.reach is Reach.OWN, "no fault stands behind it, so each rank tells of it"
+
+
+def test_what_a_rank_lacks_in_a_call_is_an_error_as_any_other():
+    """No further way is tried then."""
+    lacking = exchange.message(exchange.CONFIRMATION, OSError(errno.EMFILE, "none left"))
+    world = World(lambda rank, record: record.__setitem__(..., lacking[0]) if rank == 2 else None)
+    world.call = 7
+    with pytest.raises(exchange.Agreed, match=r"^sending failed on 1 of 3 ranks: rank 2: .*none left: this process"):
+        exchange.confirm(world, None, clock.now() + 10, "sending")
+    assert not world.left
 
 
 @pytest.mark.parametrize(

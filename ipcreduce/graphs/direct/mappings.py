@@ -113,11 +113,23 @@ class Mappings:
         with self._lock:
             return list(self._places)
 
-    def take_again(self, key: Key, descriptor: int) -> None:
-        """Map a peer's new memory where its old one was, if its slab is in use here. :raises CudaError: if it fails."""
+    def prepare(self, key: Key, descriptor: int) -> None:
+        """Import a peer's new memory for :meth:`resume`, if its slab is in use here. :raises CudaError: if it fails."""
         with self._lock:
             if key in self._places:  # its last graph may have been closed meanwhile
-                self._places[key].attach(virtual_memory.import_descriptor(descriptor))
+                self._places[key].prepare(virtual_memory.import_descriptor(descriptor))
+
+    def drop_prepared(self) -> None:
+        """Release what was prepared and is not mapped. Idempotent."""
+        with self._lock:
+            for place in self._places.values():
+                place.drop_prepared()
+
+    def resume(self) -> None:
+        """Map the peers' new memory where their old one was. :raises CudaError: if that fails."""
+        with self._lock:
+            for place in self._places.values():
+                place.swap()
 
     def room(self) -> bool:
         """Return True if one more graph can be registered. There are marks for the last :data:`MARKS` graphs."""

@@ -265,13 +265,21 @@ class DirectGraphs:
         """Give up the peers' memory, and keep its addresses. :raises CudaError: if that fails."""
         self.mappings.suspend()
 
-    def resume(self, ranks: Channel, deadline: float) -> None:
-        """Map the peers' new memory at these addresses. Collective. :raises IpcReduceError: if that fails."""
+    def hand_over(self, ranks: Channel, deadline: float) -> None:
+        """See :meth:`DeviceBackend.hand_over`."""
         calls = self._calls
         sent = np.array(self.mappings.kept(), _KEY).tobytes()
         asked = np.concatenate([records.rows(one, _KEY, "slabs") for one in calls.gather(calls.number, sent)])
         wanted = [sorted({int(slab) for owner, slab in asked.tolist() if owner == rank}) for rank in range(ranks.size)]
-        hand_over(ranks, wanted, self._descriptor, self.mappings.take_again, deadline)
+        hand_over(ranks, wanted, self._descriptor, self.mappings.prepare, deadline)
+
+    def resume(self) -> None:
+        """Map the peers' new memory at these addresses. :raises CudaError: if that fails."""
+        self.mappings.resume()
+
+    def drop_prepared(self) -> None:
+        """Release what was handed over and is not mapped. Idempotent."""
+        self.mappings.drop_prepared()
 
     def _gather_rows(self, number: int, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         return [records.rows(data, rows.dtype, "memory of graphs") for data in self._gather(number, rows.tobytes())]

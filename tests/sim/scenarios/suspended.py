@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from mpi4py import MPI
 from ipcreduce import FP8, Communicator, Graph, Map, errors
 from ipcreduce.device import deferred_free
 from ipcreduce.nccl import library
+from ipcreduce.ranks import descriptors
 from ipcreduce.ranks.descriptors import MOST
 from tests.shared import clock
 from tests.shared.bounds import until
@@ -266,6 +269,94 @@ def no_memory_to_resume() -> None:
         graph.replay()
         assert _bits(result) == expected
         comm.suspend()
+
+
+def no_descriptors_to_resume() -> None:
+    """With fewer open files than it takes, one rank keeps all suspended, until it has closed some."""
+    with virtual(workspace=4 * MB, algorithm="direct") as comm, Graph(comm) as graph:
+        with graph.record():
+            result = comm.allreduce(mine())
+        comm.suspend(pools=True)
+        before, left = held(), 0
+        while any(found := WORLD.allgather(_resumed_with(comm, left if RANK == LAST else None))):
+            assert all("again after that" in text or rank == LAST for rank, text in enumerate(found)), found
+            assert all(text.startswith("ours: ") and "PeerLostError" not in text for text in found), found
+            assert all("Too many open files" in text or "out of memory" in text for text in found), found
+            assert not grown(before), (left, grown(before))
+            with raises(errors.GraphStateError, IS_SUSPENDED):
+                works(comm)
+            left += 1
+        assert left > 4, f"only {left} descriptors"
+        graph.replay()
+        right(result)
+        works(comm)
+        del result
+
+
+def _resumed_with(comm: Communicator, left: int | None) -> str:
+    """What resume() raises where only so many files can be opened; None: as many as one likes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    copies: list[int] = []
+    try:
+        if left is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            with suppress(OSError):
+                while True:
+                    copies.append(os.dup(0))
+            for one in copies[:left]:
+                os.close(one)
+            del copies[:left]
+        return error_of(comm.resume)
+    finally:
+        for one in copies:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def mailboxes_that_strangers_fill() -> None:
+    """Their names stand in /proc/net/unix. It keeps no rank from starting, nor from resuming."""
+    usual = descriptors.Mailbox.__init__
+
+    def filled(self: descriptors.Mailbox, name: str) -> None:
+        usual(self, name)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, suppress(BlockingIOError):
+            stranger.setblocking(False)
+            while True:
+                stranger.sendto(b"?", f"\0{name}")
+
+    filling = mock.patch.object(descriptors.Mailbox, "__init__", filled)
+    with filling, virtual(workspace=4 * MB, algorithm="direct") as comm, Graph(comm) as graph:
+        with graph.record():
+            result = comm.allreduce(mine())
+        assert graph.state == "registered"
+        comm.suspend(pools=True)
+        comm.resume()
+        graph.replay()
+        right(result)
+        del result
+
+
+def interrupted_while_resuming() -> None:
+    """Ctrl-C on one rank, among the descriptors: each rank hears of it once, and all can try again."""
+    with virtual(workspace=4 * MB) as comm:
+        works(comm)
+        comm.suspend()
+        before = held()
+        for name in ("connect", "send", "receive"):
+            interrupted = mock.patch.object(descriptors.Mailbox, name, side_effect=KeyboardInterrupt)
+            if RANK == LAST:
+                with interrupted, suppress(KeyboardInterrupt):
+                    comm.resume()
+                    raise AssertionError("no KeyboardInterrupt")
+            else:
+                with raises(errors.PeerFailedError, f"rank {LAST} raised an error (KeyboardInterrupt"):
+                    comm.resume()
+            assert set(grown(before)) <= {"executables"}, (name, grown(before))
+            with raises(errors.GraphStateError, IS_SUSPENDED):
+                works(comm)
+            comm.resume()
+            works(comm)
+            comm.suspend()
 
 
 def _lacks_data(array: Any) -> bool:
@@ -644,7 +735,7 @@ def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) 
 
 SCENARIOS = [
     replays_after_resume, idempotent, resumed_within_resume, not_suspended, ranks_that_differ, late_for_resume,
-    no_memory_to_resume,
+    no_memory_to_resume, no_descriptors_to_resume, mailboxes_that_strangers_fill, interrupted_while_resuming,
     graphs_of_others, a_hundred_cycles, suspended_over_nccl, pools_given_back, direct_graphs,
     many_direct_outputs, nothing_is_shared, killed_while_suspended, killed_in_resume,
     suspended_driver_faults,

@@ -295,7 +295,7 @@ class CallSequence:
     def _recover(self) -> int:
         page = self.page
         self.number += 1  # as in a call, by which the others may come to the meeting
-        self.spoil(self.number)
+        self._right.spoil(self.number, self.number, True)  # the ranks meet, whether a fault is known yet or not
         try:
             fault = page.fault() if page.aborted else None
             if not page.aborted or (fault is not None and fault[0] > self.number):  # nothing ends the peers' waits
@@ -305,28 +305,30 @@ class CallSequence:
             elif not self.raised:
                 error = faults.fault_error(page, self.number, self.timeout)
                 self._noted = faults.note(page, self.rank, error, self._noted)
-            self._resynchronise()
+            self._resynchronise(is_call=False)
         except IpcReduceError as error:
             self.fail(error)
             raise
-        self.withdraw()
         return self._right.last
 
-    def _resynchronise(self) -> None:
+    def _resynchronise(self, is_call: bool = True) -> None:
         """Meet all ranks, each of which has raised its error, and start anew with one call number. Collective.
 
+        :param is_call: False if the current number is to be taken back.
         :raises PeerLostError: if a rank does not come.
         """
         with self.losing("it left the resynchronisation after a fault"):
-            self._start_anew(clock.now() + max(self.timeout, _PATIENCE_SECONDS))
-        self.raised, self._noted = False, 0
+            number, last_round = self._start_anew(clock.now() + max(self.timeout, _PATIENCE_SECONDS))
+            self.number, self._rounds.last = number - (not is_call), last_round  # no interrupt can come in between
+            self.raised, self._noted = False, 0
 
-    def _start_anew(self, deadline: float) -> None:
+    def _start_anew(self, deadline: float) -> tuple[int, int]:
         """Bring all ranks and what they use to the state of start-up, and the page with them. Collective.
 
         After the first meeting all ranks are quiet, after the second all have reset.
 
         :param deadline: on the clock of :mod:`ipcreduce.clock`.
+        :returns: the numbers of the current call, and of the last round.
         :raises PeerLostError: if a rank has gone, or does not come until ``deadline``.
         """
         page = self.page
@@ -352,8 +354,8 @@ class CallSequence:
         page.clear()
         fence()  # before a peer goes on, and writes to the page, this has to be visible
         self._rounds.meet(self.number, check, offer, right)
-        self.number, self._rounds.last = max(calls), max(rounds)
-        self._right.meet(self.number, rights)
+        self._right.meet(max(calls), rights)
+        return max(calls), max(rounds)
 
     @contextmanager
     def losing(self, why: str) -> Iterator[None]:

@@ -37,7 +37,7 @@ from ipcreduce.host.shared import SharedReducer
 from ipcreduce.page import shared_files
 from ipcreduce.page.control_page import Page
 from tests.shared import clock
-from tests.shared.bounds import LONG
+from tests.shared.bounds import HANG, LONG
 from tests.unit.pages import in_threads, make_pages
 
 TURNS = 5
@@ -302,6 +302,26 @@ def test_an_error_that_every_rank_makes_alike():
         assert in_threads([rank.recover for rank in ranks]) == [expected] * 2
 
 
+def test_ranks_that_recover_at_the_same_moment():
+    """Neither has told the other of it as it looks for the last right call."""
+
+    def alike() -> None:
+        raise GraphStateError("not now", reach=Reach.ALL)
+
+    ranks = make_ranks(2)
+    both = threading.Barrier(2)
+    for rank in ranks:
+        with pytest.raises(GraphStateError):
+            turns.make(rank.calls, alike)
+
+        def post(*given: Any, post: Any = rank.page.post_fault) -> None:
+            both.wait(HANG)
+            post(*given)
+
+        rank.page.post_fault = post  # type: ignore[method-assign]
+    assert in_threads([rank.recover for rank in ranks]) == [0, 0]
+
+
 def test_where_nothing_can_be_saved():
     first, second = make_ranks(2)
     with (
@@ -342,7 +362,7 @@ def test_an_interrupt_before_the_meeting():
     first, second = make_ranks(2)
     in_threads([lambda rank=rank: rank.step("array", 1, "") for rank in (first, second)])
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(**_: Any) -> None:
         raise KeyboardInterrupt
 
     first.calls._resynchronise = interrupted  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from traceback import walk_tb
 from typing import Any
@@ -304,13 +304,17 @@ def _lasting(allocate: Callable[[int], Any]) -> Callable[[int], Any]:
 
 
 class _Block:
-    """Memory that is freed with the last array in it."""
+    """Memory that is freed with the last array in it, or as soon as an interrupt has kept it from being used."""
 
-    def __init__(self, address: int, free: Callable[[int], None]) -> None:
-        self._address, self._free = address, free
+    address = 0
+
+    def __init__(self, allocate: Callable[[], int], free: Callable[[int], None]) -> None:
+        self._free = free
+        self.address = allocate()
 
     def __del__(self) -> None:
-        self._free(self._address)
+        if self.address:
+            self._free(self.address)
 
 
 def make_allocator(
@@ -329,9 +333,9 @@ def make_allocator(
     cuda = load().cuda
 
     def malloc(nbytes: int) -> Any:
-        stream = stream_of()[0]
+        allocated = partial(_Block, partial(allocate, nbytes, stream_of()[0]), free)
         try:
-            address = allocate(nbytes, stream)
+            block = allocated()
         except CudaError as error:
             if error.code != driver.OUT_OF_MEMORY:
                 raise
@@ -339,10 +343,10 @@ def make_allocator(
             with cuda.Device(device):
                 load().get_default_memory_pool().free_all_blocks()
             try:
-                address = allocate(nbytes, stream)
+                block = allocated()
             except CudaError:
                 raise cuda.memory.OutOfMemoryError(nbytes, held()) from None
-        memory = cuda.UnownedMemory(address, nbytes, _Block(address, free), device)
+        memory = cuda.UnownedMemory(block.address, nbytes, block, device)
         return cuda.MemoryPointer(memory, 0)
 
     return malloc

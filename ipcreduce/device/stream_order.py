@@ -84,7 +84,7 @@ class StreamOrder:
         try:
             while len(self._events) < 2 + captured_in_order:
                 self._events.append(streams.create_event())
-        except CudaError:
+        except BaseException:
             self.close()
             raise
         self._between, self._end = self._events[:2]

@@ -26,11 +26,13 @@ from .workspace import Workspace
 # Pages that the driver did not unregister. They stay mapped, so that no later page gets their addresses: the driver
 # could not register these again.
 _registered_for_good: list[Page] = []
+_NOT_REGISTERED = 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 
 
 class IpcBackend(DeviceBackend):
     """The backend of ranks whose GPUs reach each other's memory. :func:`ipcreduce.ipc.peers.start` makes it.
 
+    If that fails, the control page may be registered with the driver: see :func:`unregister`.
     If a live peer still maps this rank's memory in close(), the memory is freed later: see deferred_free.py.
     """
 
@@ -42,11 +44,7 @@ class IpcBackend(DeviceBackend):
     ) -> None:  # fmt: skip
         self.workspace = workspace
         control = driver.register_host(page.address, page.head_bytes)
-        try:
-            super().__init__(device, context, page, timeout)
-        except CudaError:
-            _unregister(page)
-            raise
+        super().__init__(device, context, page, timeout)
         self.shared.append((workspace.unmap_peers, workspace.free))
         self.launches = Launches(
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm,
@@ -170,13 +168,15 @@ class IpcBackend(DeviceBackend):
 
     def release(self) -> None:
         """Free the resources that no other process uses."""
-        actions: list[Action] = [partial(_unregister, self.page), self.order.close, *self._graphs.close_actions()]
+        actions: list[Action] = [partial(unregister, self.page), self.order.close, *self._graphs.close_actions()]
         attempt(self.context, *actions, *self.kernels.release_actions())
 
 
-def _unregister(page: Page) -> None:
+def unregister(page: Page) -> None:
+    """Undo the registration of the page with the driver, if there is one."""
     try:
         driver.unregister_host(page.address)
-    except CudaError:
-        _registered_for_good.append(page)
+    except CudaError as error:
+        if error.code != _NOT_REGISTERED:
+            _registered_for_good.append(page)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..ranks import exchange
 from ..ranks.exchange import Agreed, Ranks
 from ..texts import decoded, text_in
 from . import links, lists, plan, tuning, virtual
-from .backend import IpcBackend
+from .backend import IpcBackend, unregister
 from .workspace import Workspace
 
 _VERIFY_SECONDS = 10.0
@@ -92,8 +93,8 @@ def start(
                 _part(page)
             if backend is not None:
                 backend.release()
-            if workspace is not None:
-                attempt(context, workspace.free)
+            if workspace is not None:  # an interrupted start may have registered the page and made no backend
+                attempt(context, partial(unregister, page), workspace.free)
             if context:
                 driver.release_context(info.ordinal)
         except IpcReduceError as caught:

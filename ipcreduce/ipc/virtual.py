@@ -14,7 +14,7 @@ import numpy as np
 from ..cuda import driver, virtual_memory
 from ..cuda.virtual_memory import Range
 from ..device.deferred_free import attempt
-from ..errors import CudaError, UnsupportedError
+from ..errors import UnsupportedError
 from ..options import Options
 from ..ranks import exchange
 from ..ranks.descriptors import handed_over
@@ -36,7 +36,11 @@ class VirtualWorkspace(Workspace):
         self._own = Range(ordinal, virtual_memory.rounded(ordinal, nbytes + area_bytes))
         self._there: list[Range] = []  # the peers', in the order of ``peers``
         self._is_suspended = False
-        super().__init__(rank, n, nbytes, area_bytes)
+        try:
+            super().__init__(rank, n, nbytes, area_bytes)
+        except BaseException:
+            self.free()
+            raise
 
     @property
     def mapped_bytes(self) -> int:
@@ -44,11 +48,7 @@ class VirtualWorkspace(Workspace):
         return self._own.nbytes
 
     def _allocate(self) -> int:
-        try:
-            self._own.attach(virtual_memory.create(self._ordinal, self._own.nbytes))
-        except CudaError:
-            self.free()
-            raise
+        self._own.attach(virtual_memory.create(self._ordinal, self._own.nbytes))
         return self._own.address
 
     def descriptor(self) -> int:
@@ -60,7 +60,7 @@ class VirtualWorkspace(Workspace):
         there = Range(self._ordinal, self._own.nbytes)
         try:
             there.attach(virtual_memory.import_descriptor(handle))
-        except CudaError:
+        except BaseException:
             there.close()
             raise
         self._there.append(there)

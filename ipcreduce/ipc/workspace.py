@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from ..cuda import driver
-from ..errors import CudaError
 from . import plan
 
 EPOCHS_BYTES = 8192  # plan.EPOCH_SLOTS pairs of 32-bit words, and padding up to the next page
@@ -39,7 +38,7 @@ class Workspace:
         self.peers = [self.address + EPOCHS_BYTES]
         try:
             self.reset()
-        except CudaError:
+        except BaseException:
             self.free()
             raise
 

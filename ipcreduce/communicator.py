@@ -73,9 +73,8 @@ class Communicator(Collectives):
             raise ArgumentError("group is a Communicator. Pass the group that it was made of")
         given = groups.of(group)
         options = Options.of(device, timeout, algorithm, backend, workspace)
-        ranks = given.join(options.timeout)
-        with startup.starting(ranks, options) as started:
-            self._open = OpenCommunicator(self, ranks, options, started)
+        with startup.starting(given, options) as started:
+            self._open = OpenCommunicator(self, options, started)
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if is_logged(INFO):
@@ -363,6 +362,7 @@ class Communicator(Collectives):
         """Close the communicator and free its memory. Every rank has to. It takes at most 6 s, also with a busy GPU.
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
+        After Ctrl-C within it, call it again: it goes on.
         """
         self._open.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from . import process, startup
@@ -10,12 +11,11 @@ from .calls import faults
 from .calls.sequence import CallSequence
 from .device import deferred_free
 from .device_reducer import DeviceReducer
-from .errors import ArgumentError, GraphStateError, UnsupportedError
+from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
 from .options import Options
-from .ranks.exchange import Ranks
 from .ranks.mpi import MpiRanks
 from .suspension import Suspension
 
@@ -25,22 +25,23 @@ _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, before close(
 class OpenCommunicator:
     """The parts of a communicator that is open.
 
-    :ivar owner: returns the communicator; None once the program has dropped it.
+    :ivar owner: returns the communicator; None once the program has dropped it, or begun to close it.
     :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is the next one.
     :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
     :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
     """
 
-    def __init__(self, owner: Any, ranks: Ranks, options: Options, started: startup.Started) -> None:
-        self.owner = weakref.ref(owner)
-        self.ranks, self.sync, self.reasons = ranks, options.sync, started.reasons
+    def __init__(self, owner: Any, options: Options, started: startup.Started) -> None:
+        self.owner: Callable[[], Any] = weakref.ref(owner)
+        self._is_closing = self._was_lost = False
+        self.ranks, self.sync, self.reasons = started.ranks, options.sync, started.reasons
         self.backend, self.watch = started.backend, started.watch
         self.why_none = "; ".join(
             f"not {name}, because {self.reasons[name]}" for name in ("ipc", "nccl") if name in self.reasons
         )
         backends = [one for one in (started.backend, started.shared) if one is not None]
         self.calls = CallSequence(started.page, options.timeout, backends)
-        over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
+        over_mpi = MpiReducer(self.ranks, options.timeout) if isinstance(self.ranks, MpiRanks) else None
         self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
         self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
         self.suspension = Suspension(self.calls, self.backend, self.session)
@@ -56,29 +57,41 @@ class OpenCommunicator:
         return self.backend is not None and self.backend.order.shared
 
     def close(self, why: str = "") -> None:
-        """See :meth:`Communicator.close`, and :meth:`process.Closable.close`. Idempotent."""
+        """See :meth:`Communicator.close`, and :meth:`process.Closable.close`. Idempotent, also after an interrupt."""
         if self not in process.live:
             return
-        calls, page = self.calls, self.calls.page
-        with process.time_limit(process.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
-            if not taken or self not in process.live:
+        calls = self.calls
+        with process.time_limit(process.CLOSE_SECONDS), deferred_free.taking(calls.lock, calls.page) as taken:
+            if not taken or self not in process.live or self._is_closing:  # by a signal handler within close()
                 return
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("close() within a recording: leave the with block first")
             if calls.within:  # by a signal handler or a finaliser
                 raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
-            process.live.remove(self)
-            if why:
-                faults.say_why(page, why)
-            lost = calls.close(ArgumentError("the communicator is closed: make a new one"))
-            self.session.close(0.0 if lost else _CLOSE_SECONDS)
-            if self.backend is None:  # a backend leaves once it has unmapped the peers' memory
-                page.leave()
-            if self.watch is not None:
-                self.watch.stop()
-            self._let_go()
-            if not lost:
-                self.ranks.close()
+            try:
+                self._is_closing = True
+                self._close(why)
+            finally:
+                self._is_closing = False
+
+    def _close(self, why: str) -> None:
+        """Close everything. After an interrupt this is called again, and goes on: each step is idempotent."""
+        calls = self.calls
+        self.owner = _nobody  # so the next communicator's start goes on, too
+        if why:
+            faults.say_why(calls.page, why)
+        self._was_lost = self._was_lost or isinstance(calls.unusable, PeerLostError)
+        calls.unusable = error = ArgumentError("the communicator is closed: make a new one")
+        self.session.close(0.0 if self._was_lost else _CLOSE_SECONDS)
+        if self.backend is None:  # a backend leaves once it has unmapped the peers' memory
+            calls.page.leave()
+        if self.watch is not None:
+            self.watch.stop()
+        self._let_go()
+        calls.close(error)
+        if not self._was_lost:
+            self.ranks.close()
+        process.live.remove(self)
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
@@ -93,3 +106,7 @@ class OpenCommunicator:
         self.suspension.close()
         self.device.close()
         self.host.close()
+
+
+def _nobody() -> None:
+    """The owner of a communicator that is being closed."""

@@ -115,13 +115,15 @@ def at_most(seconds: float) -> float:
 def _close_all() -> None:
     global _ended
     why = _end_of_program()
-    with time_limit(CLOSE_SECONDS):
-        for communicator in list(live):
-            try:
-                communicator.close(why)
-            except Exception as error:  # the other communicators still have to be closed
-                print(f"ipcreduce: closing a communicator at exit: {text_of(error)}", file=sys.stderr, flush=True)
-    _ended = True
+    try:
+        with time_limit(CLOSE_SECONDS):
+            for communicator in list(live):
+                try:
+                    communicator.close(why)
+                except Exception as error:  # the other communicators still have to be closed
+                    print(f"ipcreduce: closing a communicator at exit: {text_of(error)}", file=sys.stderr, flush=True)
+    finally:
+        _ended = True
 
 
 def _end_of_program() -> str:

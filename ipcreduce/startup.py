@@ -52,13 +52,14 @@ _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, if start-up f
 class Started:
     """The parts of a communicator that start-up has made, the same ones on every rank.
 
-    :ivar page: the control page; until start-up has made it, one that no other process has.
+    :ivar ranks: joined. :ivar page: the control page; until start-up has made it, one that no other process has.
     :ivar shared: reduces host arrays; None if MPI has to, where there is one.
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl" and "shm" (host arrays through shared memory)
         that was tried and is not used.
     :ivar warnings: what to warn of, once all is made.
     """
 
+    ranks: Ranks
     page: Page
     watch: Watch | None = None
     shared: SharedReducer | None = None
@@ -78,28 +79,32 @@ class Started:
 
 
 @contextmanager
-def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
+def starting(given: Ranks, options: Options) -> Iterator[Started]:
     """Make all that the ranks can use, for the block to make a communicator of. Collective.
 
     All ranks hear at once of an exception, here or in the block. Then no rank has a communicator.
 
-    :param ranks: they have joined.
+    :param given: they have not joined.
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
     :raises PeerFailedError: if an exception on another rank has ended start-up.
     :raises RankMismatchError: if the ranks have different builds of this package.
     :raises UnsupportedError: if the ranks neither share memory nor reach each other, or the backend cannot be.
     """
+    ranks = started = None
     deadline = clock.now() + options.timeout
-    started: Started | None = None
     try:
-        started = Started(Page.alone(ranks.rank, ranks.size))
+        ranks = given.join(options.timeout)
+        deadline = clock.now() + options.timeout
+        started = Started(ranks, Page.alone(ranks.rank, ranks.size))
         everyone = _meet(ranks, options, deadline)
         _see_each_other(ranks, everyone, started, deadline)
         _choose_backend(ranks, options, everyone, started, deadline)
         yield started
         exchange.confirm(ranks, None, deadline, "the end of start-up")
     except BaseException as error:
+        if ranks is None:
+            raise
         exchange.tell(ranks, error, deadline)
         if started is not None:
             started.close()

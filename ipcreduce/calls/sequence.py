@@ -389,12 +389,10 @@ class CallSequence:
         return lost
 
     # ---- ends
-    def close(self, error: IpcReduceError) -> bool:
-        """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
-        lost = isinstance(self.unusable, PeerLostError)
+    def close(self, error: IpcReduceError) -> None:
+        """No call is possible any more; further ones raise ``error``. Idempotent."""
         self.unusable = error
         self._take(Page.alone(0, 1), ())  # the ranks' page can be freed, and nothing is written to it any more
-        return lost
 
     def forked(self, error: IpcReduceError) -> None:
         """In a child process: nothing of the parent's may be touched."""

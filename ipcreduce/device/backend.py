@@ -74,6 +74,7 @@ class DeviceBackend(Backend):
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
+        self._ending: background.Job | None = None
         background.start()
 
     # ---- running
@@ -208,10 +209,13 @@ class DeviceBackend(Backend):
         """Part from the peers, waiting for them up to ``wait`` seconds, and free everything.
 
         It takes at most 6 s. What the device still uses then is freed later, or when the process ends, with a warning.
+        After an interrupt in this method, a further call waits for what the first one has begun.
 
         :param free: actions that free further memory of this rank, at the end.
         """
-        job = background.Job(partial(self._close, clock.now() + process.at_most(wait), free))
+        if self._ending is None:
+            self._ending = background.Job(partial(self._close, clock.now() + process.at_most(wait), free))
+        job = self._ending
         if not job.wait(process.at_most(_ABORT_SECONDS)):
             self.page.abort_at_close()
         if not job.wait(process.at_most(_GIVE_UP_SECONDS)):

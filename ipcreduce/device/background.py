@@ -26,7 +26,7 @@ _Found = TypeVar("_Found")
 
 
 class Job:
-    """A function that runs in the background thread, after all earlier jobs.
+    """A function that runs in the background thread, after all earlier jobs: from :meth:`start` or :meth:`wait` on.
 
     A queue tells of its end. Ctrl-C at the wrong moment of a wait for a threading.Event would leave its inner lock
     taken, and the background thread would wait for that lock forever.
@@ -35,26 +35,33 @@ class Job:
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
-        global _last
         self._function: Callable[[], None] | None = function
-        self.is_over = False
+        self.is_over = self._is_queued = False
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+
+    def start(self) -> Job:
+        """Start it, unless that was done. After an interrupt in this method it can be called again."""
+        global _last
         with _turn:
+            if self._is_queued or self._function is None:
+                return self
             behind = _last is not None and not _last.is_over  # that job may hang: leave it its thread and queue
             at_once = not start(anew=behind) and (not behind or current() is not None)
             if not at_once:
-                _last = self
+                _last, self._is_queued = self, True  # no interrupt can come between this and the next
                 _jobs.put(self)
         # There is no thread at all; or the job before may wait for this one, which a thread of this library makes.
         if at_once:
             self.run()
+        return self
 
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end. True if it has come. The function's exception is raised here.
 
         Only one thread may wait.
         """
+        self.start()
         if not self.is_over:
             clock.wait(self._has_ended, seconds)
         if self._error is not None:

@@ -365,14 +365,13 @@ class GraphSession:
 
     def close(self, wait: float) -> None:
         """Close the backend, and free the memory of graphs with it. See :meth:`DeviceBackend.close`."""
-        backend, self.backend = self.backend, None
-        if backend is not None:
+        if self.backend is not None:
             free = [self._captured_memory.release]
             if self._memory.slabs:
                 free.append(self._memory.release)
-            self.direct = None
+            self.backend.close(wait, free)
+            self.backend = self.direct = None  # last: after an interrupt close() comes here again
             del self._captured_memory, self._memory, self.pools
-            backend.close(wait, free)
 
     def forked(self) -> None:
         """In a child process: leave alone whatever the parent owns."""

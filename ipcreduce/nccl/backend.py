@@ -204,7 +204,7 @@ class NcclBackend(DeviceBackend):
         self._guard.close()
         attempt(self.context, self.nccl.abort, self.order.close, *self.kernels.release_actions())
         if self._joining is not None and not self._joining.is_over:  # the thread that joins still uses the context
-            background.Job(self._release_context)
+            background.Job(self._release_context).start()
         else:
             self._release_context()
 

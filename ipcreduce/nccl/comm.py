@@ -109,7 +109,7 @@ class NcclCommunicator:
                 return
             self.life.ended = True
             self._closing += 1
-        self._last_close = Job(partial(self._close_now, close, comm))  # not under the lock: it may run now
+        self._last_close = Job(partial(self._close_now, close, comm)).start()  # not under the lock: it may run now
 
     def _close_now(self, close: Callable[[Any], None], comm: Any) -> None:
         deadline = clock.now() + _ENQUEUE_SECONDS

@@ -158,8 +158,9 @@ class Mirror:
                 self._close(descriptor)
 
     def _close(self, descriptor: int) -> None:
+        peer = self._peers.pop(descriptor)  # first: after an interrupt the last reference closes the connection
         self.ended(descriptor)
-        self._peers.pop(descriptor).connection.close()
+        peer.connection.close()
 
     def forked(self) -> None:
         """In a child process: close its copies of the connections, or nobody would see the parent's end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -166,43 +167,52 @@ class _Watchdog:
 
     def _end(self, pid: int) -> None:
         """Note that a process of peers has ended."""
-        process = self._processes.pop(pid)
+        process = self._processes[pid]
         self._unregister(process.descriptor)
+        del self._processes[pid]  # no interrupt can come between this and the next
         os.close(process.descriptor)
         for watch, rank in process.ranks:
             watch.died(rank)
 
     def remove(self, watch: Watch) -> None:
-        """End a watch; the last one ends the thread."""
-        with self._lock:
-            if watch not in self._watches:
-                return
-            self._watches.remove(watch)
-            watch.mirror.close(_LAST_WORDS_SECONDS)
-            watch._page.changed = None
-            for pid, process in list(self._processes.items()):
-                process.ranks = [one for one in process.ranks if one[0] is not watch]
-                if not process.ranks:
-                    self._end(pid)
-            if self._watches:
-                return
-            os.write(self._wake_write, b"0")  # closing it wakes nobody while a forked child has it too
-            thread, self._thread = self._thread, None
-            epoll, *ends = self._let_go()
-        if thread is not None and thread is not current():
-            thread.join(_JOIN_SECONDS)
-        _close(epoll, *ends)
+        """End a watch; the last one ends the thread. Idempotent, also after an interrupt."""
+        held: tuple[select.epoll | None, int, int] = None, -1, -1
+        try:
+            with self._lock:
+                if watch in self._watches:
+                    watch.mirror.close(_LAST_WORDS_SECONDS)
+                    watch._page.changed = None
+                    for pid, process in list(self._processes.items()):
+                        process.ranks = [one for one in process.ranks if one[0] is not watch]
+                        if not process.ranks:
+                            self._end(pid)
+                    self._watches.remove(watch)
+                if self._watches or self._thread is None:
+                    return
+                os.write(self._wake_write, b"0")  # closing it wakes nobody while a forked child has it too
+                thread, held = self._thread, self._let_go()
+            if thread is not current():
+                thread.join(_JOIN_SECONDS)
+        finally:
+            epoll, read, write = held
+            if epoll is not None:  # an interrupt within a function that closes them would leave one open
+                try:
+                    os.close(read)
+                finally:
+                    os.close(write)
+                    epoll.close()
 
     def _let_go(self) -> tuple[select.epoll | None, int, int]:
-        """Forget epoll and pipe, so that nobody uses them any more, and return them for the caller to close."""
+        """Forget thread, epoll and pipe, so that nobody uses them any more. Returns what the caller has to close."""
         held = self._epoll, self._wake_read, self._wake_write
-        self._epoll, self._wake_read, self._wake_write = None, -1, -1
+        self._thread, self._epoll, self._wake_read, self._wake_write = None, None, -1, -1
         return held
 
     def _unregister(self, descriptor: int) -> None:
         """Stop watching a descriptor. Closing it is not enough, since a forked child may have it too."""
         if self._epoll is not None:
-            self._epoll.unregister(descriptor)
+            with suppress(FileNotFoundError):  # an interrupt came behind this before
+                self._epoll.unregister(descriptor)
 
     def _run(self, epoll: select.epoll) -> None:
         while epoll is self._epoll:  # it is not once the last watch was stopped, perhaps by a finaliser in this thread

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
 # Duplications for which a start-up has stopped waiting: the communicator, its duplicate and the request. MPI cannot
 # cancel them, so the next start-up over the same communicator goes on with them. Otherwise its duplications would not
 # match those of the other ranks.
-_pending: list[tuple[Any, Any, Any]] = []
+_pending: list[tuple[Any, tuple[Any, Any]]] = []
 
 
 def loaded() -> Any:
@@ -104,22 +105,24 @@ class MpiRanks:
         :raises PeerTimeoutError: if a rank does not come within ``timeout`` seconds.
         :raises UnsupportedError: if MPI can make no further communicator.
         """
-        kept = [one for one in _pending if one[0] == self.mpi]
-        _pending[:] = [one for one in _pending if one[0] != self.mpi]
-        mine = request = None
         try:
-            mine, request = kept[0][1:] if kept else self.mpi.Idup()
+            if not (kept := [one for one in _pending if one[0] == self.mpi]):
+                # Called by C, and stored at once: behind a call of its own an interrupt could lose it.
+                _pending.extend(zip([self.mpi], map(methodcaller("Idup"), [self.mpi]), strict=True))
+                kept = _pending[-1:]
+            mine, request = kept[0][1]
             exchange.complete(request, self, clock.now() + timeout, "start-up", advice=exchange.LATE)
-        except BaseException as error:
-            if isinstance(error, RuntimeError) and not isinstance(error, IpcReduceError):  # an MPI.Exception
-                raise UnsupportedError(
-                    f"MPI can make no further communicator ({' '.join(str(error).split())}). It has some thousand: "
-                    "close those that are not used any more"
-                ) from error
-            if request is not None:
-                _pending.append((self.mpi, mine, request))
-            raise
-        return MpiRanks(mine)
+            joined = MpiRanks(mine)
+        except RuntimeError as error:
+            if isinstance(error, IpcReduceError):
+                raise
+            _pending[:] = [one for one in _pending if one[0] != self.mpi]
+            raise UnsupportedError(
+                f"MPI can make no further communicator ({' '.join(str(error).split())}). It has some thousand: close "
+                "those that are not used any more"
+            ) from error
+        del _pending[_pending.index(kept[0])]
+        return joined
 
     def local_rank(self, hosts: Sequence[bytes]) -> int:
         """This process's number on its host, by the launcher's variables; without them its rank in MPI.COMM_WORLD."""
@@ -130,6 +133,6 @@ class MpiRanks:
         return int(loaded().COMM_WORLD.Get_rank())
 
     def close(self) -> None:
-        """Free the duplicate. Collective."""
-        if not is_finalised():
+        """Free the duplicate. Collective. Idempotent."""
+        if self.mpi and not is_finalised():  # it is false once it is free
             self.mpi.Free()

@@ -15,7 +15,7 @@ from tests.shared.bounds import HANG
 def test_jobs_run_one_after_the_other_in_one_thread():
     background.start()
     seen: list[str] = []
-    jobs = [background.Job(lambda: seen.append(threading.current_thread().name)) for _ in range(3)]
+    jobs = [background.Job(lambda: seen.append(threading.current_thread().name)).start() for _ in range(3)]
     assert all(job.wait(HANG) for job in jobs)
     assert seen == ["ipcreduce-background"] * 3
 
@@ -23,7 +23,7 @@ def test_jobs_run_one_after_the_other_in_one_thread():
 def test_a_job_that_hangs_is_given_up_and_holds_no_other():
     background.start()
     over = threading.Event()
-    hanging = background.Job(lambda: (over.wait(), None)[1])
+    hanging = background.Job(lambda: (over.wait(), None)[1]).start()
     assert not hanging.wait(0.01)
     assert not hanging.is_over
     assert background.Job(lambda: None).wait(HANG)
@@ -58,14 +58,14 @@ def test_a_job_that_is_over_holds_nothing():
 def test_a_process_that_makes_no_threads_any_more_waits_for_none(monkeypatch: pytest.MonkeyPatch):
     over = threading.Event()
     background.start()
-    background.Job(over.wait)  # the thread that there is hangs
+    background.Job(over.wait).start()  # the thread that there is hangs
 
     def refuse(*args: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        behind = background.Job(lambda: None)
+        behind = background.Job(lambda: None).start()
         assert not behind.wait(0.01)
         over.set()
         assert behind.wait(HANG), "the thread that there is has not gone on with it"
@@ -93,10 +93,10 @@ def test_no_job_is_lost_between_two_threads():
 
     def make() -> None:
         for _ in range(200):
-            jobs.append(background.Job(lambda: None))
+            jobs.append(background.Job(lambda: None).start())
 
     for _ in range(5):
-        background.Job(over.wait)
+        background.Job(over.wait).start()
         makers = [threading.Thread(target=make) for _ in range(3)]
         for maker in makers:
             maker.start()
@@ -122,3 +122,29 @@ def test_an_interrupt_as_the_thread_starts_leaves_one_that_serves(monkeypatch: p
             background.start(anew=True)
     assert background.start()
     assert background.Job(lambda: None).wait(HANG)
+
+
+def test_a_job_whose_start_is_interrupted_is_started_once(monkeypatch: pytest.MonkeyPatch):
+    """Before it is in the queue, and behind that."""
+    background.start()
+    seen: list[int] = []
+
+    class Turn:
+        def __init__(self, before: bool) -> None:
+            self.before = before
+
+        def __enter__(self) -> None:
+            if self.before:
+                raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    for before in (True, False):
+        job = background.Job(lambda: seen.append(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "_turn", Turn(before))
+            with pytest.raises(KeyboardInterrupt):
+                job.wait(HANG)
+        assert job.wait(HANG)
+    assert seen == [1, 1]

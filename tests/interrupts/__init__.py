@@ -1,0 +1,1 @@
+"""Interrupts at chosen places: see :mod:`tests.interrupts.__main__`."""

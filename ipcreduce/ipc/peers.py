@@ -82,19 +82,19 @@ def start(
         backend.not_virtual = not_virtual
         return backend
     except BaseException as error:
-        exchange.tell(ranks, error, deadline)  # first, because the others wait for this rank in the next exchange
+        _tell(ranks, page, error, deadline)  # first, because the others wait for this rank in the next exchange
         heard: IpcReduceError | None = None
         try:
-            if workspace is not None:
-                attempt(context, workspace.unmap_peers)
+            if workspace is not None:  # the page may be registered, also if an interrupt has left no backend
+                attempt(context, workspace.unmap_peers, partial(unregister, page))
             if isinstance(error, Agreed):
                 exchange.confirm(ranks, None, deadline, "giving up")  # all have unmapped before any rank frees memory
             else:
                 _part(page)
             if backend is not None:
                 backend.release()
-            if workspace is not None:  # an interrupted start may have registered the page and made no backend
-                attempt(context, partial(unregister, page), workspace.free)
+            if workspace is not None:
+                attempt(context, workspace.free)
             if context:
                 driver.release_context(info.ordinal)
         except IpcReduceError as caught:
@@ -111,6 +111,13 @@ def _lowest(devices: np.ndarray[Any, Any], options: Options) -> tuple[tuple[int,
         needed = ".".join(map(str, plan.BULK_CAPABILITY))
         raise Agreed(f"algorithm 'bulk' needs GPUs of compute capability {needed} or higher")
     return capability, plan.area_bytes(options.workspace, capability) if len(devices) > 1 else 0
+
+
+def _tell(ranks: Ranks, page: Page, error: BaseException, deadline: float) -> None:
+    """Tell the other ranks that this one leaves start-up, if it does, and end their kernels' waits for it."""
+    if not isinstance(error, Agreed):
+        page.abort()
+    exchange.tell(ranks, error, deadline)
 
 
 def _part(page: Page) -> None:

@@ -85,8 +85,8 @@ class _Array:
     def __init__(self, call: SplitArguments, splitting: Splitting, array: Any, out: Any, site: Site) -> None:
         self._call, self._site = call, site
         bytes_of = _as_it_is if call.reduces else torch_runtime.float8_as_bytes
-        self._dtype = getattr(array, "dtype", None)
         source = views.view(bytes_of(array), site.stream, not site.recorded)
+        self._dtype = getattr(array, "dtype", source.dtype)
         check_device(site.device, source, "array")
         self.splitting, self.whole, part = splitting.of(source.shape)
         if not source.ndim and call.collective == GATHER:

@@ -116,6 +116,8 @@ class SharedReducer(Backend):
             self._segment.hand_over(check)
             agreed()
             agreed = _nothing
+            if one.root == self._rank:
+                continue  # its array, which may be read-only, is the source
             for target, place in zip(targets, places, strict=True):  # this rank's too: it may be the source itself
                 part = target[begin : begin + length]
                 part[:] = place[: part.size]

@@ -57,6 +57,7 @@ from tests.shared import (
     clock,
     float_states,
     reference,
+    split_rules,
     start_up_faults,
     sweep,
     worker,
@@ -222,6 +223,13 @@ def lists(comm: Communicator) -> None:
     assert (tensor.array == total).all()
     assert comm.allreduce([]) == comm.allreduce(()) == []
     right(comm)
+
+
+def splits(comm: Communicator) -> None:
+    for rule in split_rules.RULES:
+        rule(HostModule, comm)
+    lengths = (37, 3_000, 200_000)  # small messages, those of one chunk, and those of several
+    split_rules.parts_have_the_bits_of_allreduce(HostModule, comm, lengths)
 
 
 def lists_that_differ(comm: Communicator) -> None:
@@ -1097,7 +1105,7 @@ def no_room(*_: Any, **__: Any) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        every_kind, as_people_write, subclasses, random_calls, lists, lists_that_differ,
+        every_kind, as_people_write, subclasses, random_calls, lists, splits, lists_that_differ,
         a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, wrong_splits, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
         failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,

@@ -28,6 +28,7 @@ from tests.sim.scenarios import (
     over_nccl,
     peers,
     recovered,
+    splits,
     startup,
     suspended,
     tensors,
@@ -39,7 +40,7 @@ from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_work
 
 MODULES = (
     startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl, lists,
-    maps, norms, virtual, suspended, recovered,
+    maps, norms, virtual, suspended, recovered, splits,
 )  # fmt: skip
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 

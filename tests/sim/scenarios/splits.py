@@ -1,0 +1,84 @@
+"""All-gathers, reduce-scatters and broadcasts: their rules, their launches, and recordings of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ipcreduce import Communicator, Graph
+from tests.gpu import cupy_module
+from tests.shared import split_rules
+from tests.sim.scenarios.common import RANK, SIZE, TOTAL, works
+
+
+def rules_of_splits() -> None:
+    for rule in split_rules.RULES:
+        with Communicator() as comm:
+            rule(cupy_module, comm)
+            works(comm)
+
+
+def rank_values(comm: Any, value: float, rows: int = 2) -> Any:
+    return cupy.full((rows, 5), RANK + value, np.float32)
+
+
+def recorded_splits() -> None:
+    """New results and the caller's own, one behind the other, replayed with other values beside eager calls."""
+    with Communicator() as comm, Graph(comm) as graph:
+        x, whole = rank_values(comm, 0), cupy.zeros((2 * SIZE, 5), np.float32)
+        sizes = [0] * SIZE
+        sizes[-1] = 2
+        last = rank_values(comm, 0, sizes[RANK])
+        own, sent = cupy.zeros((2, 5), np.float32), cupy.zeros(3, np.int8)
+        with graph.record():
+            gathered = comm.allgather(x)
+            scattered = comm.reduce_scatter(gathered, "max")
+            comm.allgather(x, out=whole)
+            comm.reduce_scatter(whole, out=own)
+            of_last = comm.allgather(last, sizes=sizes)
+            comm.broadcast(sent, SIZE - 1)
+            total = comm.allreduce(x)
+            first, _ = comm.allgather([x, sent], axis=0)
+        for turn in range(4):
+            for array in (x, last):
+                array.fill(RANK + turn)
+            sent.fill(RANK + turn)
+            whole.fill(-1)
+            own.fill(-1)
+            graph.replay()
+            works(comm)
+            ranks = np.repeat(np.arange(SIZE), 2)[:, None] + np.float32(turn) + np.zeros((1, 5), np.float32)
+            for found in (gathered, whole, first):
+                assert (cupy.asnumpy(found) == ranks).all(), (turn, found)
+            assert (cupy.asnumpy(scattered) == RANK + turn).all()
+            assert (cupy.asnumpy(own) == SIZE * (RANK + turn)).all()
+            assert (cupy.asnumpy(of_last) == SIZE - 1 + turn).all()
+            assert (cupy.asnumpy(sent) == SIZE - 1 + turn).all()
+            assert (cupy.asnumpy(total) == TOTAL - SIZE + SIZE * turn).all()
+
+
+def launches_of_splits() -> None:
+    """One for all arrays that are moved, and one for each dtype that is reduced, whatever their number and rows."""
+    with Communicator() as comm:
+
+        def launched() -> int:
+            (last,) = [*comm._open.backend._prepared.values()][-1:]
+            return len(last.steps)
+
+        arrays = [
+            cupy.ones((SIZE * (1 + index % 3), index), dtype) for index, dtype in enumerate(("f4", "i1", "f8") * 40)
+        ]
+        for count, launches in ((1, 1), (2, 1), (25, 1), (26, 1), (120, 1)):
+            comm.allgather(arrays[-count:], axis=-1)
+            assert launched() == launches, count
+            comm.broadcast(arrays[-count:])
+            assert launched() == launches, count
+        for count, launches in ((1, 1), (3, 3), (120, 3)):
+            comm.reduce_scatter(arrays[-count:])
+            assert launched() == launches, count
+        works(comm)
+
+
+SCENARIOS = rules_of_splits, recorded_splits, launches_of_splits

@@ -34,7 +34,7 @@ def test_the_example(mpirun: Callable, n: int):
 def test_the_example_notices_a_wrong_sum(mpirun: Callable, tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(
         "import numpy, ipcreduce\n"
-        "ipcreduce.Communicator.allreduce = lambda self, x, op='sum', *, out=None, stream=None: x\n"
+        "ipcreduce.Communicator.allreduce = lambda self, x, op='sum', *, out=None, sms=None, stream=None: x\n"
     )
     path = os.pathsep.join([str(tmp_path), machine.environment()["PYTHONPATH"]])
     run = mpirun("mpi_examples/train_ddp.py", 2, check=False, env=HOST | {"PYTHONPATH": path})

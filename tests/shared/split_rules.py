@@ -81,15 +81,18 @@ def bits_are_moved_as_they_are(module: Any, comm: Any) -> None:
 
 
 def zeros_take_part(module: Any, comm: Any, turns: int = 50) -> None:
-    """Ranks without rows, in turns with all-reduces, and with no word between the calls."""
+    """Ranks without rows, in turns with all-reduces, and with no word between the calls.
+
+    A row takes several warps, so that what one call leaves in slots is there for a warp of the next.
+    """
     total, found = N * (N + 1) // 2, []
     for turn in range(turns):
         sizes = [0] * N
         sizes[turn % N] = 1 + turn % 5
-        mine = np.full((sizes[RANK], 3), RANK + turn, "f4")
-        found.append((comm.allgather(new(module, mine), sizes=sizes), np.full((sum(sizes), 3), turn % N + turn, "f4")))
-        rows = np.full((sum(sizes), 3), RANK + 1, "i4")
-        part = np.full((sizes[RANK], 3), total, "i4")
+        mine = np.full((sizes[RANK], 301), RANK + turn, "f4")
+        found.append((comm.allgather(new(module, mine), sizes=sizes), np.full((sum(sizes), 301), turn % N + turn, "f4")))
+        rows = np.full((sum(sizes), 301), RANK + 1, "i4")
+        part = np.full((sizes[RANK], 301), total, "i4")
         found.append((comm.reduce_scatter(new(module, rows), sizes=sizes), part))
         if turn % 3 == 0:
             whole = new(module, np.full(turn + 1, RANK + 1, "f4"))

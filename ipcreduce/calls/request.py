@@ -113,7 +113,7 @@ class Split(NamedTuple):
     def __str__(self) -> str:
         if self.collective == "broadcast":
             return f" from rank {self.root}"
-        return f" along axis {self.axis}, " + ("no sizes=" if self.sizes is None else f"sizes={[*self.sizes]}")
+        return f", axis {self.axis}, " + ("no sizes=" if self.sizes is None else f"sizes={[*self.sizes]}")
 
     def rows(self, shape: tuple[int, ...], itemsize: int, n: int) -> Rows:
         """The places of the parts in a contiguous whole array of this shape."""

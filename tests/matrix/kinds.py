@@ -146,7 +146,7 @@ class Norm(Kind):
     in_place: ClassVar = {"out": "x", "residual_out": "residual"}
     words = "sum and norm of bfloat16 (4, 256)"
     variants: ClassVar = (
-        ({"eps": 1e-3}, "eps 0.001"), ({"bias": 1.0}, "bias 1.0"), ({"shape": (2, 512)}, "(2, 512)"),
+        ({"eps": 1e-3}, "eps 0.001"), ({"bias": 1.0}, "bias 1"), ({"shape": (2, 512)}, "(2, 512)"),
         ({"dtype": "float16"}, "float16 (4, 256)"), ({"added": False}, "(4, 256)"), ({"scales": "token"}, "by row"),
     )  # fmt: skip
     shape: tuple[int, ...] = (4, 256)

@@ -74,13 +74,13 @@ class AllGather(_Split):
     """An all-gather of one array."""
 
     name = "all-gather"
-    words = "all-gather of float32 (12, 120) along axis 0, no sizes="
+    words = "all-gather of float32 (12, 120), axis 0, no sizes="
     variants: ClassVar = (
-        ({"axis": 1}, "all-gather of float32 (12, 120) along axis 1, no sizes="),
-        ({"uneven": True}, "all-gather of float32 (12, 120) along axis 0, sizes=["),
+        ({"axis": 1}, "all-gather of float32 (12, 120), axis 1, no sizes="),
+        ({"uneven": True}, "all-gather of float32 (12, 120), axis 0, sizes=["),
         ({"dtype": np.int32}, "all-gather of int32 (12, 120)"), ({"dtype": np.bool_}, "all-gather of bool (12, 120)"),
         ({"whole": (24, 60)}, "all-gather of float32 (24, 60)"), ({"sms": 3}, " by 3 blocks"),
-        ({"further": _FURTHER}, "all-gather of 3 arrays along axis 0, no sizes="),
+        ({"further": _FURTHER}, "all-gather of 3 arrays, axis 0, no sizes="),
     )  # fmt: skip
 
     def inputs(self, turn: int, rank: int) -> Values:
@@ -105,13 +105,13 @@ class ReduceScatter(_Split):
     """A reduce-scatter of one array."""
 
     name = "reduce-scatter"
-    words = "reduce-scatter by sum of float32 (12, 120) along axis 0, no sizes="
+    words = "reduce-scatter by sum of float32 (12, 120), axis 0, no sizes="
     variants: ClassVar = (
-        ({"axis": 1}, "reduce-scatter by sum of float32 (12, 120) along axis 1, no sizes="),
-        ({"uneven": True}, "reduce-scatter by sum of float32 (12, 120) along axis 0, sizes=["),
+        ({"axis": 1}, "reduce-scatter by sum of float32 (12, 120), axis 1, no sizes="),
+        ({"uneven": True}, "reduce-scatter by sum of float32 (12, 120), axis 0, sizes=["),
         ({"dtype": np.int32}, "reduce-scatter by sum of int32 (12, 120)"),
         ({"op": "max"}, "reduce-scatter by max of float32 (12, 120)"), ({"sms": 3}, " by 3 blocks"),
-        ({"further": _FURTHER}, "reduce-scatter by sum of 3 arrays along axis 0, no sizes="),
+        ({"further": _FURTHER}, "reduce-scatter by sum of 3 arrays, axis 0, no sizes="),
     )  # fmt: skip
     op: str = "sum"
 

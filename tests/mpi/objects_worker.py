@@ -36,8 +36,8 @@ from tests.shared import worker
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 PUBLIC = {
-    "allreduce", "allreduce_rmsnorm", "backend", "calls", "capture", "close", "describe", "empty", "rank", "recover",
-    "resume", "size", "suspend", "synchronize", "xp",
+    "allgather", "allreduce", "allreduce_rmsnorm", "backend", "broadcast", "calls", "capture", "close", "describe",
+    "empty", "rank", "recover", "reduce_scatter", "resume", "size", "suspend", "synchronize", "xp",
 }  # fmt: skip
 
 

@@ -96,7 +96,13 @@ def test_torch_capture(mpirun, tmp_path: Path):
 
 
 EXAMPLES = sorted(path.name for path in (machine.ROOT / "mpi_examples").glob("*.py"))
-BY_THEMSELVES = {"llama_torch.py", "torch_ops.py", "train_ddp.py", "without_mpi.py"}  # with tests of their own
+BY_THEMSELVES = {
+    "llama_torch.py",
+    "torch_ops.py",
+    "train_ddp.py",
+    "train_fsdp.py",
+    "without_mpi.py",
+}  # with tests of their own
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THEMSELVES])

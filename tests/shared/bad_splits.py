@@ -207,26 +207,26 @@ def differences() -> Iterator[Row]:
         error = RankMismatchError
         return Row(f"split call of {words[-1]} on one rank", call, words, error, error, ("one",), right)
 
-    theirs = f"all-gather of float32 ({6 * N},) along axis 0, no sizes="
-    yield differs(gather, lambda m, c: gather(m, c, 7), theirs, f"({7 * N},) along axis 0, no sizes=")
-    yield differs(gather, lambda m, c: gather(m, c, (6, 1)), theirs, f"({6 * N}, 1) along axis 0")
+    theirs = f"all-gather of float32 ({6 * N},), axis 0, no sizes="
+    yield differs(gather, lambda m, c: gather(m, c, 7), theirs, f"({7 * N},), axis 0, no sizes=")
+    yield differs(gather, lambda m, c: gather(m, c, (6, 1)), theirs, f"({6 * N}, 1), axis 0")
     sizes = [6] * N
-    yield differs(gather, lambda m, c: gather(m, c, sizes=sizes), theirs, f"({6 * N},) along axis 0, sizes={sizes}")
+    yield differs(gather, lambda m, c: gather(m, c, sizes=sizes), theirs, f"({6 * N},), axis 0, sizes={sizes}")
     yield differs(
         lambda m, c: gather(m, c, (6, 6)), lambda m, c: gather(m, c, (6, 6), axis=-1),
-        f"({6 * N}, 6) along axis 0", f"(6, {6 * N}) along axis 1",
+        f"({6 * N}, 6), axis 0", f"(6, {6 * N}), axis 1",
     )  # fmt: skip
     yield differs(gather, lambda m, c: c.allgather(mine(m, c, 6, np.int32)), theirs, "all-gather of int32 (")
-    yield differs(gather, lambda m, c: c.allgather([mine(m, c)]), theirs, "all-gather of 1 arrays along axis 0")
+    yield differs(gather, lambda m, c: c.allgather([mine(m, c)]), theirs, "all-gather of 1 arrays, axis 0")
     yield differs(gather, scatter, theirs, "reduce-scatter by sum of float32")
-    theirs = f"reduce-scatter by sum of float32 ({6 * N},) along axis 0, no sizes="
+    theirs = f"reduce-scatter by sum of float32 ({6 * N},), axis 0, no sizes="
     yield differs(scatter, lambda m, c: scatter(m, c, "max"), theirs, "reduce-scatter by max of float32")
-    yield differs(scatter, lambda m, c: scatter(m, c, shape=7 * N), theirs, f"({7 * N},) along axis 0")
+    yield differs(scatter, lambda m, c: scatter(m, c, shape=7 * N), theirs, f"({7 * N},), axis 0")
     other = [6 * N, *[0] * (N - 1)]
-    yield differs(scatter, lambda m, c: scatter(m, c, sizes=other), theirs, f"along axis 0, sizes={other}")
+    yield differs(scatter, lambda m, c: scatter(m, c, sizes=other), theirs, f", axis 0, sizes={other}")
     yield differs(
         lambda m, c: scatter(m, c, shape=(2 * N, 2 * N)), lambda m, c: scatter(m, c, shape=(2 * N, 2 * N), axis=1),
-        f"({2 * N}, {2 * N}) along axis 0", f"({2 * N}, {2 * N}) along axis 1",
+        f"({2 * N}, {2 * N}), axis 0", f"({2 * N}, {2 * N}), axis 1",
     )  # fmt: skip
     yield differs(scatter, lambda m, c: c.allreduce(mine(m, c, 6 * N)), theirs, f"sum of float32 ({6 * N},)")
     theirs = "broadcast of float32 (6,) from rank 0"

@@ -66,14 +66,14 @@ FAULTS = [
     Fault(
         "the sentinel is not restored in slots",
         "packets.cuh",
-        "store_packet_weak(at + row_offset(i, stride), empty, active);",
+        "store_packet_weak(at + row_offset(i, stride), empty, has);",
         "",
         ("value", "not at rest"),
     ),
     Fault(
         "the sentinel is not restored in escape packets",
         "packets.cuh",
-        "empty, active && index % 32 == 0",
+        "empty, has && index % 32 == 0",
         "empty, false",
         ("value", "not at rest", "timeout"),
         [ONE_SHOT_INT, TWO_SHOT_INT],

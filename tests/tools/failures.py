@@ -46,7 +46,7 @@ HALFWAY = {  # where MPI carries the data
 }
 # Of a rank that was stopped while MPI or NCCL carried the data: they do not tell which, and MPI's communicator is lost.
 IN_THE_DATA = [
-    ("PeerTimeoutError", "some did not come in time"), ("PeerLostError", "halfway"), ("PeerTimeoutError", "in call"),
+    ("PeerLostError", "some did not come in time"), ("PeerLostError", "halfway"), ("PeerTimeoutError", "in call"),
 ]  # fmt: skip
 KINDS = tuple(EXPECTED)
 

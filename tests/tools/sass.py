@@ -23,7 +23,8 @@ from ipcreduce.device.devices import MIN_CAPABILITY
 from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError
 
-KERNELS = ("one_shot", "two_shot", "direct", "bulk")  # those of every dtype and op; verify and limit have none
+SPLITS = "gather", "scatter"
+KERNELS = ("one_shot", "two_shot", "direct", "bulk", *SPLITS)  # those of every dtype and op; verify and limit have none
 # Those with RMSNorm, and their dtypes: sums only.
 NORMS = {
     "fused_one_shot": ("float16", "bfloat16"),
@@ -96,18 +97,28 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
 # ---- all of them
 def macros(
     dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1, depth: int = 1,
-    scale: int | None = None, cluster: int = 1,
+    scale: int | None = None, cluster: int = 1, members: int = 0,
 ) -> dict[str, str]:  # fmt: skip
-    """Those that a kernel's source requires. ``scale`` and ``cluster``: those with RMSNorm."""
+    """Those of a kernel's source. ``scale`` and ``cluster``: with RMSNorm. ``members``: of :data:`SPLITS`."""
     norm = {"IPCREDUCE_SCALE": str(scale), "IPCREDUCE_CLUSTER": str(cluster)} if scale is not None else {}
-    return norm | {
-        "IPCREDUCE_RANKS": str(n),
-        "IPCREDUCE_RANK": str(rank),
-        "IPCREDUCE_DTYPE": dtype,
-        "IPCREDUCE_OP": op,
-        "IPCREDUCE_DEPTH": str(depth),
-        "IPCREDUCE_WHOLE_PACKETS": str(whole),
-    }
+    split = {"IPCREDUCE_MEMBERS": str(members)} if members else {}
+    return (
+        norm
+        | split
+        | {
+            "IPCREDUCE_RANKS": str(n),
+            "IPCREDUCE_RANK": str(rank),
+            "IPCREDUCE_DTYPE": dtype,
+            "IPCREDUCE_OP": op,
+            "IPCREDUCE_DEPTH": str(depth),
+            "IPCREDUCE_WHOLE_PACKETS": str(whole),
+        }
+    )
+
+
+def members_of(kernel: str, turn: int) -> int:
+    """The places in the table of a kernel of :data:`SPLITS`, which take turns; 0 for others."""
+    return (1, 25, 213)[turn % 3] if kernel in SPLITS else 0
 
 
 def cases(turn: int) -> Iterator[Case]:
@@ -120,7 +131,9 @@ def cases(turn: int) -> Iterator[Case]:
             for row, dtype in enumerate(DTYPE_NAMES):
                 at = turn + column + row + whole
                 n, depth = 2 + at % 7, (1, 2, 4)[at % 3] if kernel != "one_shot" else 1
-                yield kernel, macros(dtype, OPS[at % len(OPS)], n=n, rank=at % n, whole=whole, depth=depth)
+                members = members_of(kernel, at)
+                given = macros(dtype, OPS[at % len(OPS)], n=n, rank=at % n, whole=whole, depth=depth, members=members)
+                yield kernel, given
 
 
 def norm_cases(turn: int, capability: tuple[int, int]) -> Iterator[Case]:

@@ -87,7 +87,8 @@ def test_every_kernel_compiles(oldest: bool):
             n = 1 + (index + turn) % 8
             op = OPS[(index + turn) % len(OPS)] if kernel != "verify" else "sum"
             depth = (1, 2, 4)[index % 3] if n <= 4 else 1  # NVRTC takes up to 9 s for the product of both
-            given = macros(dtype, op, n=max(2, n), rank=n // 2, whole=index % 2, depth=depth)
+            members = sass.members_of(kernel, index)
+            given = macros(dtype, op, n=max(2, n), rank=n // 2, whole=index % 2, depth=depth, members=members)
             jobs.append((kernel, given, capability))
     cubins = check_compiled(jobs)
     if oldest:

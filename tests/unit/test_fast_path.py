@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.FastPath:
     monkeypatch.setattr(fast_path, "using", lambda context: nullcontext())
     monkeypatch.setattr(fast_path.driver, "current_context", lambda: OTHER)
     words = SimpleNamespace(recorded=[], number=[0], slots=[], agreed={})
-    page: Any = SimpleNamespace(abort_word=[0], calls=words)
+    page: Any = SimpleNamespace(abort_word=[0], calls=words, rank=0, n=2)
     unused: Any = None
     return fast_path.FastPath(unused, 0, OURS, unused, page, LaunchCache(0, unused, unused))
 

@@ -164,7 +164,7 @@ def test_what_the_ranks_compare():
         Request("sum", (member, other), is_list=True),
     ]  # fmt: skip
     assert len({call.what for call in calls}) == len({call.what.text for call in calls}) == len(calls)
-    assert calls[8].what.text == "reduce-scatter by sum of int8 (6, 4) along axis 0, no sizes="
+    assert calls[8].what.text == "reduce-scatter by sum of int8 (6, 4), axis 0, no sizes="
 
 
 # ---- the shape of a launch

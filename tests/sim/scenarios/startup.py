@@ -196,7 +196,7 @@ def no_cache() -> None:
 def wrong_options() -> None:
     """Wrong on one rank, or not the same on all: an error on every rank, which names that one."""
     wrong: list[tuple[str, Any]] = [("IPCREDUCE_WORKSPACE_MB", text) for text in ("0", "x", "", "1.5", "-1")]
-    wrong += [("device", value) for value in (GPUS, -1, "cuda:0", True, 1.0, cupy.cuda.Device(77))]
+    wrong += [("device", value) for value in (GPUS, -1, "gpu:0", True, 1.0, cupy.cuda.Device(77))]
     wrong += [("workspace", 1000), ("timeout", 0), ("timeout", None), ("algorithm", "three_shot")]
     for rank, (name, value) in itertools.product(range(SIZE), wrong):
         _all_refuse(rank, name, value, f"rank {rank}'s {name} " if rank != RANK else f"{name} ")

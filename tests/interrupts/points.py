@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import ipcreduce
 
 PACKAGE = str(Path(ipcreduce.__file__).parent)
+_FINALISER = weakref.finalize.__call__.__code__  # Python ignores what is raised there, and when it runs is chance
 Key = tuple[int, int]  # the way to a function, and the instruction there
 
 
@@ -63,6 +65,8 @@ class Points:
         if not code.co_filename.startswith(PACKAGE):
             return None
         while parent is None and caller is not None:  # contextlib's functions, say, stand between
+            if caller.f_code is _FINALISER:
+                return None
             caller = caller.f_back
             parent = self._states.get(id(caller))
         way = hash((0, 0, code) if parent is None else (parent.way, parent.last, code))

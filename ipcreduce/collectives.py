@@ -9,6 +9,7 @@ from . import habits
 from .arrays.split_call import SplitCall
 from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
 from .calls import turns
+from .cuda import cupy_runtime
 from .options import checked_sms
 from .types import Op
 
@@ -51,7 +52,15 @@ class Collectives:
         return self._open.ranks.size
 
     def _call(self, given: Any, stream: Any) -> Any:
-        raise NotImplementedError
+        """Make a call of any kind by the slow path."""
+        parts, on_device = self._open, given.on_device()
+        if on_device is None:  # an empty list
+            on_device = parts.backend is not None
+        if on_device:
+            return parts.device.call(given, stream)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
+        return parts.host.call(given)
 
     @breaks_trace("all_gather")
     def allgather(
@@ -134,5 +143,5 @@ class Collectives:
 
     def _split_usual(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Any:
         if key[-1] is not None:
-            checked_sms(key[-1])
+            key = (*key[:-1], checked_sms(key[-1]))
         return self._call(SplitCall(array, out, key, self.rank, self.size), stream)

@@ -218,17 +218,6 @@ class Communicator(Collectives):
     def _allreduce_rmsnorm(self, given: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, None]:
         return self._call(NormCall(*given), stream), None  # see NormHits.find()
 
-    def _call(self, given: Any, stream: Any) -> Any:
-        """Make a call of any kind by the slow path."""
-        parts, on_device = self._open, given.on_device()
-        if on_device is None:  # an empty list
-            on_device = parts.backend is not None
-        if on_device:
-            return parts.device.call(given, stream)
-        if stream is not None:
-            cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
-        return parts.host.call(given)
-
     # ---- the operation and a norm
     @overload
     def allreduce_rmsnorm(

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..calls.request import Member, Moved, Request
+from ..calls.request import Member, Moved, Request, unit_of
 from ..cuda import torch_runtime
 from ..dtypes import kind_name, op_name
 from ..errors import ArgumentError, naming_member
 from . import views
 from .lists import check_apart
 from .operands import PreparedCall, Site, check_device, check_own_elements, check_writable, new_result
-from .splits import BROADCAST, GATHER, Shape, SplitArguments, Splitting, check_place
+from .splits import BROADCAST, GATHER, SplitArguments, Splitting, check_output, readable
 
 
 class _Copied(NamedTuple):
@@ -84,9 +84,8 @@ class _Array:
 
     def __init__(self, call: SplitArguments, splitting: Splitting, array: Any, out: Any, site: Site) -> None:
         self._call, self._site = call, site
-        bytes_of = _as_it_is if call.reduces else torch_runtime.float8_as_bytes
-        source = views.view(bytes_of(array), site.stream, not site.recorded)
-        self._dtype = getattr(array, "dtype", source.dtype)
+        moved, self._dtype = readable(call, array)
+        source = views.view(moved, site.stream, not site.recorded)
         check_device(site.device, source, "array")
         self.splitting, self.whole, part = splitting.of(source.shape)
         if not source.ndim and call.collective == GATHER:
@@ -96,10 +95,10 @@ class _Array:
         elif out is None:
             form = self.whole if call.collective == GATHER else part
             with site.allocating():
-                self.target, result = new_result(bytes_of(array), form, source.dtype, site)
+                self.target, result = new_result(moved, form, source.dtype, site)
             self.result = torch_runtime.float8_of_bytes(result, array)
         else:
-            self.target, self.result = self._output(bytes_of(out), out, source, part), out
+            self.target, self.result = self._output(out, source), out
         self.source, self.destination = source, self.target
         self._packed = False
 
@@ -109,22 +108,16 @@ class _Array:
             check_writable(array, array, "array")
             check_own_elements(source, "array")
 
-    def _output(self, given: Any, out: Any, source: Any, part: Shape) -> Any:
-        gathers, site = self._call.collective == GATHER, self._site
+    def _output(self, out: Any, source: Any) -> Any:
+        site, (given, _) = self._site, readable(self._call, out)
         if not views.is_device(given, "out"):
             raise ArgumentError(
                 f"array lies on the GPU, but out is a {type(out).__qualname__}. Pass an array on the same GPU as out"
             )
         target = views.view(given, site.stream, not site.recorded)
-        check_form(target, self.whole if gathers else part, source.dtype)
         check_device(site.device, target, "out")
+        check_output(self._call, self.splitting, self.whole, source, target)
         check_writable(out, out)
-        check_own_elements(target)
-        whole = target if gathers else source
-        place = whole[self.splitting.place(self.whole, self.splitting.rank)]
-        other = source if gathers else target
-        what = "array this rank's part of out" if gathers else "out this rank's part of array"
-        check_place(what, views.same_elements(place, other), views.share_memory(source, target))
         return target
 
     @property
@@ -137,7 +130,7 @@ class _Array:
         """The array as the ranks compare it. :raises ArgumentError: if it cannot be reduced so."""
         if self._call.reduces:
             return Member(self.whole, kind_name(self.source.dtype, self.op))
-        return Moved(self.whole, str(self._dtype).rpartition(".")[2], self.source.itemsize)
+        return Moved(self.whole, self._dtype or str(self.source.dtype), self.source.itemsize)
 
     def settle(self, through: Any, packed: bool) -> None:
         """Make the copies that kernels need: contiguous ones, of dtype ``through`` if one is given.
@@ -145,8 +138,7 @@ class _Array:
         :param packed: the parts lie one behind the other, in place of their rows.
         """
         site, gathers = self._site, self._call.collective == GATHER
-        rows = self.splitting.split.rows(self.whole, 1, self.splitting.n).rows
-        self._packed = packed and rows > 1
+        self._packed = packed and self.splitting.split.rows(self.whole, 1, self.splitting.n).rows > 1
         with site.allocating():
             if self._packed and not gathers:
                 self.source = self._pack(self.source, through)
@@ -175,8 +167,7 @@ class _Array:
             begin += place.size
 
     def _check_alignment(self) -> None:
-        itemsize = self.source.itemsize
-        unit = min(itemsize & -itemsize, 8)
+        unit = unit_of(self.source.itemsize)
         for address in (self.source_address, self.destination_address):
             if address % unit:
                 raise ArgumentError(
@@ -194,21 +185,8 @@ class _Array:
         return views.pointer(self.destination)
 
     def copies(self) -> Iterator[_Copied]:
-        """What the caller copies from where kernels write to where the result belongs."""
+        """The copies to make behind the kernels, to where the result belongs."""
         if self._packed and self._call.collective == GATHER:
             yield from (_Copied(place, part) for part, place in self._parts(self.destination, self.target))
         elif not (self._call.collective == BROADCAST and self._call.rank == self.splitting.split.root):
             yield _Copied(self.target, self.destination)
-
-
-def _as_it_is(array: Any) -> Any:
-    return array
-
-
-def check_form(out: Any, shape: Shape, dtype: Any) -> None:
-    """Compare shape and dtype of an output. :raises ArgumentError: if it has others."""
-    if out.shape != shape or out.dtype != dtype:
-        raise ArgumentError(
-            f"out has shape {out.shape} and dtype {out.dtype}, but the result has shape {shape} and dtype {dtype}. "
-            "Pass an out of that form, or leave out= away for a new array"
-        )

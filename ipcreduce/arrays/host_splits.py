@@ -11,11 +11,10 @@ from ..cuda import torch_runtime
 from ..dtypes import KINDS, kind_name, op_name, reduced_as
 from ..errors import ArgumentError, naming_member
 from . import views
-from .device_splits import check_form
 from .host_operands import Array, as_numpy
 from .lists import check_apart
 from .operands import check_own_elements, check_writable
-from .splits import BROADCAST, GATHER, SCATTER, SplitArguments, Splitting, check_place
+from .splits import BROADCAST, GATHER, SCATTER, SplitArguments, Splitting, check_output, readable
 
 
 class HostSplit:
@@ -27,10 +26,7 @@ class HostSplit:
         for index, (array, out) in enumerate(zip(given.arrays, given.outputs, strict=True)):
             with naming_member(index if given.is_list else None):
                 self.arrays.append(HostSplitArray(given, splitting, array, out))
-        nothing = given._replace(array=np.empty(0, np.uint8), key=(BROADCAST, None, 0, None, 0, None))
-        self.exchanged = self.arrays or [
-            HostSplitArray(nothing, nothing.checked(), nothing.array, None)
-        ]  # it waits, too
+        self.exchanged = self.arrays or [_nothing(given)]
         if given.is_list and given.out is not None:
             check_apart([(one.source, one.target) for one in self.arrays])
         split = splitting.split if given.is_list else self.arrays[0].splitting.split
@@ -58,12 +54,12 @@ class HostSplitArray:
         self._collective, self._call, self._array, self._out = call.collective, call, array, out
         self.root = splitting.split.root if call.collective == BROADCAST else None
         gathers = call.collective == GATHER
-        source = as_numpy(array if call.reduces else torch_runtime.float8_as_bytes(array), "array")
+        moved, self._dtype = readable(call, array)
+        source = as_numpy(moved, "array")
         if isinstance(array, views.NUMBERS) and not gathers:
             raise ArgumentError(f"array is a number, and {call.collective} takes arrays. Pass numpy.asarray(it)")
         if source.dtype.hasobject:
             raise ArgumentError(f"dtype {source.dtype} is of Python objects, which lie in one process. Pass numbers")
-        self._dtype = getattr(array, "dtype", source.dtype)
         self.splitting, self.whole, self.part = splitting.of(source.shape)
         self.source = source.reshape(self.part) if gathers and not source.ndim else source
         self.op = op_name(call.op, source.dtype) if call.reduces else ""
@@ -80,22 +76,13 @@ class HostSplitArray:
         self._prepare()
 
     def _output(self, out: Any) -> Array:
-        call, gathers = self._call, self._collective == GATHER
         if isinstance(out, views.NUMBERS) or views.is_device(out, "out"):
             raise ArgumentError(
                 f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array as out"
             )
-        target = as_numpy(out if call.reduces else torch_runtime.float8_as_bytes(out), "out")
-        check_form(target, self.whole if gathers else self.part, self.source.dtype)
+        target = as_numpy(readable(self._call, out)[0], "out")
+        check_output(self._call, self.splitting, self.whole, self.source, target)
         check_writable(target, out)
-        check_own_elements(target)
-        place = (target if gathers else self.source)[self.splitting.place(self.whole, call.rank)]
-        other = self.source if gathers else target
-        what = "array this rank's part of out" if gathers else "out this rank's part of array"
-        is_place = place.__array_interface__["data"] == other.__array_interface__["data"] and (
-            place.strides == other.strides or (place.flags.c_contiguous and other.flags.c_contiguous)
-        )
-        check_place(what, is_place, views.share_memory(self.source, target))
         return target
 
     @property
@@ -103,7 +90,7 @@ class HostSplitArray:
         """The array as the ranks compare it."""
         if self.op:
             return Member(self.whole, kind_name(self.source.dtype, self.op))
-        return Moved(self.whole, str(self._dtype).rpartition("torch.")[2], self.source.itemsize)
+        return Moved(self.whole, self._dtype or str(self.source.dtype), self.source.itemsize)
 
     def _prepare(self) -> None:
         call, n = self._call, self.splitting.n
@@ -118,15 +105,19 @@ class HostSplitArray:
         places = [self.splitting.place(self.whole, rank) for rank in range(n)]
         if self._collective == SCATTER:
             self.sources = [self._flat(self.source[place]) for place in places]
-            self.targets = [self._flat(self.target)]
+            self.targets = [self._room(self.target)]
         else:
             self.sources = [self._flat(self.source)]
-            self.targets = [self._flat(self.target[place]) for place in places]
+            self.targets = [self._room(self.target[place]) for place in places]
         self._places = places
 
     def _flat(self, array: Array) -> Array:
         """The elements in the same memory, if they are contiguous there; else a copy."""
         return np.ascontiguousarray(array).reshape(-1).view(self._reduced)
+
+    def _room(self, target: Array) -> Array:
+        """Room for the elements of a target: in its memory, if they are contiguous there."""
+        return self._flat(target if target.flags.c_contiguous else np.empty(target.shape, target.dtype))
 
     def finish(self) -> Any:
         """Copy results to where they belong. Returns what the call returns for this array."""
@@ -148,3 +139,9 @@ class HostSplitArray:
     def _put(self, target: Array, flat: Array) -> None:
         if not np.may_share_memory(target, flat):
             target[...] = flat.view(target.dtype).reshape(target.shape)
+
+
+def _nothing(given: SplitArguments) -> HostSplitArray:
+    """An exchange without data, by which a call on an empty list waits for the ranks."""
+    none = given._replace(array=np.empty(0, np.uint8), key=(BROADCAST, None, 0, None, 0, None))
+    return HostSplitArray(none, none.checked(), none.array, None)

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..calls.request import Split
+from ..cuda import torch_runtime
 from ..errors import ArgumentError
 from ..texts import shown
 from . import lists, views
+from .operands import check_own_elements
 
 GATHER, SCATTER, BROADCAST = "all-gather", "reduce-scatter", "broadcast"
 Shape = tuple[int, ...]
-
-
 # The arguments of a call but for its arrays, as they are given: the collective, op, axis, sizes, root and sms.
 SplitKey = tuple[str, Any, Any, Any, Any, Any]
 
@@ -176,10 +176,27 @@ class Splitting(NamedTuple):
         return (*(slice(None),) * axis, slice(begin, begin + lengths[rank]))
 
 
-def check_place(what: str, is_place: bool, shares: bool) -> None:
-    """Check an output that may be a part of the input, or the other way round.
+def readable(call: SplitArguments, array: Any) -> tuple[Any, str]:
+    """The array, and the name of its dtype; "" for that of its view. PyTorch's floats of 8 bits are moved as bytes."""
+    moved = array if call.reduces else torch_runtime.float8_as_bytes(array)
+    return moved, "" if moved is array else str(array.dtype).removeprefix("torch.")
 
-    :param what: that part, in words. :raises ArgumentError: if the two share memory in any other way.
+
+def check_output(call: SplitArguments, splitting: Splitting, whole: Shape, source: Any, target: Any) -> None:
+    """Check the output of an all-gather or a reduce-scatter: its form and its memory.
+
+    :param whole: the shape of the whole array. :param target: the array over the memory of the output.
+    :raises ArgumentError: if it has another form, or shares memory with ``source`` other than in this rank's own place.
     """
-    if shares and not is_place:
+    place, gathers = splitting.place(whole, splitting.rank), call.collective == GATHER
+    form = whole if gathers else source[place].shape
+    if target.shape != form or target.dtype != source.dtype:
+        raise ArgumentError(
+            f"out has shape {target.shape} and dtype {target.dtype}, but the result has shape {form} and dtype "
+            f"{source.dtype}. Pass an out of that form, or leave out= away for a new array"
+        )
+    check_own_elements(target)
+    own, other = (target[place], source) if gathers else (source[place], target)
+    if views.share_memory(source, target) and not views.same_elements(own, other):
+        what = "array this rank's part of out" if gathers else "out this rank's part of array"
         raise ArgumentError(f"out shares memory with array. Pass an out that shares none, or make {what}")

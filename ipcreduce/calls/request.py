@@ -97,6 +97,11 @@ class Moved(NamedTuple):
         return math.prod(self.shape) * self.itemsize
 
 
+def unit_of(itemsize: int) -> int:
+    """The bytes that are moved at a time: the largest power of two up to 8 that divides an itemsize."""
+    return min(itemsize & -itemsize, 8)
+
+
 class Split(NamedTuple):
     """The parts of the ranks in a call that is no all-reduce.
 

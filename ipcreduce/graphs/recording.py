@@ -231,7 +231,7 @@ def warn_about(segments: list[Segment]) -> None:
             stacklevel=4,
         )
     if not any(segment.calls or segment.nodes.kernels for segment in segments):
-        warnings.warn("the recording has no all-reduce and no kernel: was the work on another stream?", stacklevel=4)
+        warnings.warn("the recording has put no work on its stream: was the work on another stream?", stacklevel=4)
 
 
 def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:

@@ -169,7 +169,7 @@ def _nothing() -> None:
 
 
 def split_alone(one: SplitArray) -> None:
-    """The same for one rank."""
+    """Do what :meth:`SharedReducer.split` does where there is one rank."""
     ((source,), (target,)) = one.sources, one.targets
     if one.op:
         reduce([source], one.op, target)

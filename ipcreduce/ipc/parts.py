@@ -13,7 +13,7 @@ from operator import or_
 
 import numpy as np
 
-from ..calls.request import Request, Rows
+from ..calls.request import Request, Rows, unit_of
 from ..device.arguments import ARG_WORDS, IN, Setter, Words
 from ..dtypes import reduced_as
 from . import lists
@@ -30,7 +30,7 @@ _UNSIGNED = {8: "uint64", 4: "uint32", 2: "uint16", 1: "uint8"}
 
 @dataclass
 class Piece:
-    """What a launch takes of an array.
+    """The rows, or the part of a row, that a launch takes of an array.
 
     :ivar member: its index. :ivar part: bytes of this rank's part that come before. :ivar whole: of the whole array.
     :ivar first: by rank, its first packet in the launch.
@@ -128,17 +128,12 @@ def together(request: Request, n: int) -> Iterator[tuple[str, str, dict[int, Row
     assert request.split is not None
     rows = {index: request.split.rows(one.shape, one.itemsize, n) for index, one in enumerate(request.members)}
     if not request.op:
-        dtype = _UNSIGNED[min((unit(one.itemsize) for one in request.members), default=1)]
+        dtype = _UNSIGNED[min((unit_of(one.itemsize) for one in request.members), default=1)]
         yield dtype, BYTES, rows
         return
     for kind in dict.fromkeys(one.kind for one in request.members):
         every = {index: rows[index] for index, one in enumerate(request.members) if one.kind == kind}
         yield reduced_as(kind), kind, every
-
-
-def unit(itemsize: int) -> int:
-    """The largest power of two up to 8 that divides an itemsize."""
-    return min(itemsize & -itemsize, max(_UNSIGNED))
 
 
 def setter(plan: Plan, words: memoryview, *, gathers: bool) -> Setter:

@@ -22,7 +22,7 @@ from .names import check_is_communicator
 
 
 class _Comm:
-    """What both have."""
+    """The communicator, and the memory that FSDP asks for."""
 
     def __init__(self, comm: Communicator) -> None:
         """:raises ArgumentError: if ``comm`` is no Communicator."""
@@ -55,7 +55,7 @@ class FSDPAllGather(_Comm):
 class FSDPReduceScatter(_Comm):
     """The reduce-scatter of gradients, for ``FSDPModule.set_custom_reduce_scatter``.
 
-    Its bits do not depend on the number of ranks on a host, nor on the run: ranks are reduced in their order.
+    With backend "ipc" and on the host, ranks are reduced in their order, so the bits are the same in every run.
 
     :param comm: a communicator of the ranks of the model's process group, in their order.
     """

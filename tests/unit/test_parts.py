@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ipcreduce.arrays import splits
 from ipcreduce.calls.request import Moved, Request, Rows, Split
 from ipcreduce.device import arguments
 from ipcreduce.ipc import lists, parts, plan
@@ -141,6 +144,17 @@ def test_the_part_of_a_broadcast_is_everything():
     rows = Split("broadcast", root=2).rows((3, 5), 4, 4)
     assert rows == Rows(1, 60, (0, 0, 0, 0), (0, 0, 60, 0))
     assert Split("broadcast").rows((), 8, 2) == Rows(1, 8, (0, 0), (8, 0))
+
+
+def test_floats_of_8_bits_have_names(monkeypatch: pytest.MonkeyPatch):
+    """They are moved as bytes, and no rank takes them for others."""
+    of_torch = SimpleNamespace(dtype="torch.float8_e5m2")
+    monkeypatch.setattr(splits.torch_runtime, "float8_as_bytes", lambda array: b"" if array is of_torch else array)
+    call: Any = SimpleNamespace(reduces=False)
+    assert splits.readable(call, of_torch) == (b"", "float8_e5m2")
+    other = SimpleNamespace(dtype="torch.float32")
+    assert splits.readable(call, other) == (other, "")
+    assert splits.readable(SimpleNamespace(reduces=True), of_torch) == (of_torch, "")  # type: ignore[arg-type]
 
 
 def test_what_the_ranks_compare():

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...arrays.splits import BROADCAST, GATHER, SplitKey
-from ...calls.request import Rows
+from ...calls.request import Rows, unit_of
 from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
 from ..prepared import Prepared, Ready
@@ -137,10 +137,9 @@ class SplitHits:
         gathers = key[0] == GATHER
         place = rows.offsets[self._rank] if rows.rows == 1 else -1
         part = rows.rows * rows.widths[self._rank]
-        unit = min(member.itemsize & -member.itemsize, 8)
         if key[0] == BROADCAST:
             place, part = 0, rows.pitch
-        layout = _Layout(tuple(result.shape), part, rows.rows * rows.pitch, place, unit, gathers)
+        layout = _Layout(tuple(result.shape), part, rows.rows * rows.pitch, place, unit_of(member.itemsize), gathers)
         return (key, shape, dtype), Form(prepared, library, layout)
 
 

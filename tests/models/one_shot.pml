@@ -8,8 +8,8 @@
 #define PARTS 1
 #endif
 #define GROUPS PARTS
-#include "slots.pml"
 #endif
+#include "slots.pml"
 
 inline one_shot_sends() {
   if

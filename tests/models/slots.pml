@@ -1,4 +1,4 @@
-/* Workspaces, and the memory system between the GPUs. Part of one_shot.pml, two_shot.pml, direct.pml and mixed.pml.
+/* Workspaces, and the memory system between the GPUs. Part of all models of kernels.
  *
  * Stands for kernels/packets.cuh: slots in two halves by parity of the epoch, packets with a sentinel,
  * restore_sentinels, check_wait's abandoned flags. A store is first on its way and arrives later, whenever it likes: a
@@ -31,6 +31,19 @@
 #define HALF(e) 0
 #else
 #define HALF(e) ((e) & 1)
+#endif
+
+#ifndef SENT                             /* a packet goes from src to dst: parts.pml has messages of several lengths */
+#ifdef BREAK_SILENT_PAIR
+#define SENT(src, dst, e, b, g) (!((e) == 1 && (b) == 0))
+#else
+#define SENT(src, dst, e, b, g) 1
+#endif
+#endif
+#ifdef BREAK_OWN_LENGTH                  /* only the slots as far as this rank's own message goes */
+#define RESTORED(src, e, b, g) SENT(r, src, e, b, g)
+#else
+#define RESTORED(src, e, b, g) SENT(src, r, e, b, g)
 #endif
 
 #define OWN (2 * (N - 1) * B * GROUPS)   /* slots of a rank */
@@ -66,33 +79,26 @@ end: do
   od
 }
 
-/* send_packet to every peer */
+/* send_packet to every peer for which this block has one */
 inline send(g) {
   d_step {
     i = 0;
     do
-    :: i < N && i != r ->
-#ifdef BREAK_SILENT_PAIR
-       if :: e == 1 && b == 0 -> skip :: else ->
-#endif
+    :: i < N && i != r && SENT(r, i, e, b, g) ->
        assert(coming[SLOT(r, i, e, b, g)] == 0);
        coming[SLOT(r, i, e, b, g)] = VALUE(r, e, g);
        flying[r]++;
-#ifdef BREAK_SILENT_PAIR
-       fi;
-#endif
        i++
-    :: i == r -> i++
+    :: i < N && !(i != r && SENT(r, i, e, b, g)) -> i++
     :: i >= N -> break
     od;
     i = 0
   }
 }
 
-#define HERE(k, g) ((k) >= N || slot[SLOT((r + (k)) % N, r, e, b, g)] != 0)
-#ifdef BREAK_SILENT_PAIR
-#define ARRIVED(g) (e == 1 || (HERE(1, g) && HERE(2, g) && HERE(3, g)))
-#elif defined(BREAK_ANY_PEER)
+#define PEER(k) ((r + (k)) % N)
+#define HERE(k, g) ((k) >= N || !SENT(PEER(k), r, e, b, g) || slot[SLOT(PEER(k), r, e, b, g)] != 0)
+#ifdef BREAK_ANY_PEER
 #define ARRIVED(g) HERE(1, g)
 #else
 #define ARRIVED(g) (HERE(1, g) && HERE(2, g) && HERE(3, g))
@@ -104,11 +110,7 @@ inline take(g) {
     i = 1;
     do
     :: i < N ->
-#ifdef BREAK_SILENT_PAIR
-       assert(e == 1 || slot[SLOT((r + i) % N, r, e, b, g)] == EXPECTED(r, (r + i) % N, e, g));
-#else
-       assert(slot[SLOT((r + i) % N, r, e, b, g)] == EXPECTED(r, (r + i) % N, e, g));
-#endif
+       assert(!SENT(PEER(i), r, e, b, g) || slot[SLOT(PEER(i), r, e, b, g)] == EXPECTED(r, PEER(i), e, g));
        i++
     :: i >= N -> break
     od;
@@ -121,7 +123,8 @@ inline restore(g) {
   d_step {
     i = 1;
     do
-    :: i < N -> emptying[SLOT((r + i) % N, r, e, b, g)] = 1; unsettled[r]++; i++
+    :: i < N && RESTORED(PEER(i), e, b, g) -> emptying[SLOT(PEER(i), r, e, b, g)] = 1; unsettled[r]++; i++
+    :: i < N && !RESTORED(PEER(i), e, b, g) -> i++
     :: i >= N -> break
     od;
     i = 0

@@ -31,14 +31,18 @@ def _kernel(model: str, n: int, faults: str, *options: str, broken: str = "") ->
 
 _VARIANTS = (
     ("one_shot", ()), ("one_shot", ("PARTS=2",)), ("two_shot", ()), ("two_shot", ("TILES=2",)), ("direct", ()),
-    ("bulk", ()), ("mixed", ()), ("mixed", ("ORDER=1",)),
+    ("bulk", ()), ("mixed", ()), ("mixed", ("ORDER=1",)), ("mixed", ("ORDER=2",)), ("parts", ("PARTS=2",)),
+    ("parts", ("PARTS=2", "ORDER=1")),
 )  # fmt: skip
+_ORDERS = "ORDER=0", "ORDER=1"
 
 SEARCHES = (
     # A fault comes in every run that has one, and ends every wait: the runs without show that none needs it.
     *(_kernel(model, 2, faults, *options) for model, options in _VARIANTS for faults in (NO_FAULT, BOTH)),
     *(_kernel("one_shot", 2, faults, "B=2") for faults in (NO_FAULT, ABORT)),
     *(_kernel(model, 2, NO_FAULT, "B=2") for model in ("direct", "bulk")),
+    *(_kernel("parts", 2, faults, "B=2", order) for order in _ORDERS for faults in (NO_FAULT, ABORT)),
+    *(_kernel("parts", 3, NO_FAULT, "PARTS=2", order) for order in _ORDERS),
     *(_kernel("one_shot", 3, faults) for faults in (NO_FAULT, ABORT, DEATH)),
     *(_kernel(model, 3, NO_FAULT) for model in ("two_shot", "direct", "bulk", "mixed")),
     _kernel("one_shot", 4, NO_FAULT),
@@ -71,6 +75,11 @@ BREAKS = (
     *(_kernel("bulk", 2, NO_FAULT, broken=name) for name in ("NO_ENTRY", "NO_FENCE", "NO_EXIT")),
     _kernel("bulk", 2, ABORT, broken="POISONED_AREA"),
     *(_kernel("mixed", 2, NO_FAULT, broken=name) for name in ("NO_RESTORE", "ONE_HALF")),
+    *(
+        _kernel("parts", 2, NO_FAULT, "B=2", order, broken=name)
+        for name in ("NO_ROWS_NO_PACKET", "NOTHING_TO_NO_ROWS", "NO_ANSWER", "OWN_LENGTH")
+        for order in _ORDERS
+    ),
     *(
         Search("vote", 2, "gives up", ("SERIALS=4",), name)
         for name in ("NO_SEAL", "NO_ABANDON", "SILENT", "ONE_BUFFER", "KEEP_NUMBERS")

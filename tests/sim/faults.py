@@ -20,6 +20,9 @@ ONE_SHOT_INT = Library("one_shot", "int32")
 TWO_SHOT_INT = Library("two_shot", "int32")
 DIRECT = Library("direct", "float32")
 BULK = Library("bulk", "float32")
+GATHER = Library("gather", "uint32", members=1)
+SCATTER = Library("scatter", "float32", members=1)
+SCATTER_INT = Library("scatter", "int32", members=1)
 BOTH = (ONE_SHOT, TWO_SHOT)
 
 TSAN = "ThreadSanitizer"
@@ -390,19 +393,202 @@ FAULTS = [
         ("simulator",),
         [ONE_SHOT],
     ),
+    Fault(
+        "a packet's store does not release: gather and scatter",
+        "sync.cuh",
+        "__ATOMIC_RELEASE",
+        "__ATOMIC_RELAXED",
+        (TSAN,),
+        [GATHER, SCATTER],
+    ),
+    Fault(
+        "a packet's load does not acquire: gather and scatter",
+        "sync.cuh",
+        "__ATOMIC_ACQUIRE",
+        "__ATOMIC_RELAXED",
+        (TSAN,),
+        [GATHER, SCATTER],
+    ),
+    Fault(
+        "a packet's flag arrives before its data",
+        "sync.cuh",
+        "return !IPCREDUCE_WHOLE_PACKETS || sim_split_packets;",
+        "return true;",
+        ("value",),
+        [GATHER, SCATTER],
+    ),
+    Fault(
+        "gather: all operations use one half",
+        "gather.cu",
+        "half = parity_half_offset(args, epoch)",
+        "half = 0",
+        ("value", "timeout", "not at rest", "unequal bits"),
+        [ONE_SHOT, GATHER],
+    ),
+    Fault(
+        "scatter: all operations use one half",
+        "scatter.cu",
+        "half = parity_half_offset(args, epoch)",
+        "half = 0",
+        ("value", "timeout", "not at rest"),
+        [ONE_SHOT, SCATTER],
+    ),
+    Fault(
+        "gather: a rank without rows sends no packet",
+        "packets.cuh",
+        "return table.packets[peer_rank(i)];",
+        "return table.members[0].width[peer_rank(i)] ? table.packets[peer_rank(i)] : 0;",
+        (TSAN,),
+        [ONE_SHOT, GATHER],
+    ),
+    Fault(
+        "scatter: a rank without rows gets no packet",
+        "scatter.cu",
+        "packets = table.packets[kRank];",
+        "packets = table.members[0].width[kRank] ? table.packets[kRank] : 0;",
+        (TSAN,),
+        [ONE_SHOT, SCATTER],
+        also=(
+            "scatter.cu",
+            "table.packets[peer_rank(i)] && alive",
+            "(table.members[0].width[peer_rank(i)] ? table.packets[peer_rank(i)] : 0) && alive",
+        ),
+    ),
+    Fault(
+        "gather: rows of slots are as long as this rank's message",
+        "gather.cu",
+        "stride = row_bytes(longest)",
+        "stride = row_bytes(packets_of(0))",
+        ("value", "timeout", "not at rest"),
+        [GATHER],
+    ),
+    Fault(
+        "scatter: escape packets lie behind the packets of their own message",
+        "scatter.cu",
+        "stride), longest, packet_index(index, d),",
+        "stride), table.packets[peer_rank(i)], packet_index(index, d),",
+        ("value", "timeout", "not at rest"),
+        [SCATTER_INT],
+    ),
+    Fault(
+        "gather: packets beyond the end of a peer's message are waited for",
+        "packets.cuh",
+        "return all || !warp_has_packet(index, packets_of(i));",
+        "return all;",
+        ("timeout",),
+        [GATHER],
+    ),
+    Fault(
+        "gather: a rank receives no more packets than it sends",
+        "gather.cu",
+        "if (warp_has_packet(index, longest)) receive(own, index);",
+        "if (warp_has_packet(index, packets_of(0))) receive(own, index);",
+        ("value", "not at rest"),
+        [GATHER],
+    ),
+    Fault(
+        "scatter: a rank takes as many tiles as its own part has",
+        "scatter.cu",
+        "tiles = ceil_div(longest, tile);",
+        "tiles = ceil_div(packets, tile);",
+        ("timeout", "value"),
+        [SCATTER],
+    ),
+    Fault(
+        "gather: the words of an escape packet are in another order",
+        "packets.cuh",
+        "make_escape(last, second)",
+        "make_escape(second, last)",
+        ("value",),
+        [GATHER],
+    ),
+    Fault(
+        "scatter: a NaN equal to the sentinel is sent unchanged",
+        "scatter.cu",
+        "replace_sentinel_nan(parts[d][i])",
+        "parts[d][i]",
+        ("timeout",),
+        [SCATTER],
+    ),
+    Fault(
+        "the end of a row is written as a whole packet",
+        "parts.cuh",
+        "place.left >= (int)kPacketBytes && (kAligned || place.at % kPacketBytes == 0);\n  store",
+        "place.left > 0 && (kAligned || place.at % kPacketBytes == 0);\n  store",
+        ("canary", "value"),
+        [GATHER, SCATTER],
+    ),
+    Fault(
+        "gather: missing data are not poisoned",
+        "gather.cu",
+        "alive ? v[d][peer_rank(i)] : poison()",
+        "v[d][peer_rank(i)]",
+        ("value",),
+        [GATHER],
+        "absent",
+    ),
+    Fault(
+        "scatter: missing data are not poisoned",
+        "scatter.cu",
+        "alive ? reduce(v[d]) : poison()",
+        "reduce(v[d])",
+        ("value",),
+        [SCATTER],
+        "absent",
+    ),
+    Fault(
+        "gather: a kernel behind an abandoned one sends all the same",
+        "gather.cu",
+        "packets_of(0) && alive);",
+        "packets_of(0));",
+        ("value",),
+        [GATHER],
+        "late",
+    ),
+    Fault(
+        "scatter: a kernel behind an abandoned one sends all the same",
+        "scatter.cu",
+        "[peer_rank(i)] && alive);",
+        "[peer_rank(i)]);",
+        ("value",),
+        [SCATTER],
+        "late",
+    ),
+    Fault(
+        "gather: memory is touched before the predecessor has ended",
+        "gather.cu",
+        "  grid_dependency_sync();\n",
+        "",
+        ("simulator",),
+        [GATHER],
+    ),
+    Fault(
+        "scatter: memory is touched before the predecessor has ended",
+        "scatter.cu",
+        "  grid_dependency_sync();\n",
+        "",
+        ("simulator",),
+        [SCATTER],
+    ),
 ]
 
 
-def run(fault: Fault, directory: Path) -> tuple[str, str]:
-    """Run the changed sources; returns as kernels.run. :raises AssertionError: if the text to change is not there."""
+def changed(directory: Path, *changes: tuple[str, str, str]) -> Sources:
+    """Sources with changes, each a file, old and new text. :raises AssertionError: if the old text is not there."""
     sources = Sources(directory / "kernels", directory / "include", directory)
     shutil.copytree(compiler.KERNELS, sources.kernels)
     shutil.copytree(compiler.INCLUDE, sources.include)
-    for file, old, new in filter(None, [(fault.file, fault.old, fault.new), fault.also]):
+    for file, old, new in changes:
         path = next(path / file for path in (sources.include, sources.kernels) if (path / file).exists())
         text = path.read_text()
-        assert old in text, f"{fault.name}: {file} has changed, so change the fault"
+        assert old in text, f"{file} has changed, so change what looks for {old!r}"
         path.write_text(text.replace(old, new))
+    return sources
+
+
+def run(fault: Fault, directory: Path) -> tuple[str, str]:
+    """Run the changed sources; returns as kernels.run."""
+    sources = changed(directory, *filter(None, [(fault.file, fault.old, fault.new), fault.also]))
     return kernels.run(fault.mode, fault.libraries, sources=sources, **fault.arguments)
 
 

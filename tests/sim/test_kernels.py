@@ -14,8 +14,12 @@ WHOLE = [Library(kernel, dtype) for kernel in ("one_shot", "two_shot") for dtype
 WHOLE += [Library("two_shot", dtype, depth=depth) for dtype in ("float32", "int8") for depth in (2, 4)]
 WHOLE += [Library("direct", dtype, depth=depth) for dtype, depth in (("float32", 1), ("int32", 2), ("float64", 4))]
 WHOLE += [Library("bulk", dtype) for dtype in kernels.DTYPES]
+SPLITS = [Library("gather", dtype, members=members) for dtype, members in (("uint8", 1), ("uint32", 4), ("uint64", 1))]
+SPLITS += [Library("scatter", dtype, members=4 if dtype == "int32" else 1) for dtype in kernels.DTYPES]
+SPLITS += [Library("gather", "uint32", depth=2, members=1), Library("scatter", "float32", depth=2, members=4)]
+WHOLE += SPLITS
 HALVES = [library._replace(whole=False) for library in WHOLE]
-OF_EACH_SIZE = [library for library in WHOLE + HALVES if library.dtype in ("int8", "float32", "float64")]
+OF_EACH_SIZE = [library for library in WHOLE + HALVES if library.dtype in ("int8", "uint32", "float32", "float64")]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,13 @@ def test_many_tiles(ranks: int) -> None:
     deep = [library for library in WHOLE if library.depth > 1 or library.kernel == "bulk"]
     result = kernels.run("sweep", deep, ranks=ranks, operations=60, packets=900, seed=ranks)
     assert result == ("nothing", "ok\n")
+
+
+def test_two_ranks_find_places_before_they_wait(tmp_path: Path) -> None:
+    """As a GPU's kernels do, which are compiled for a number of ranks: see kPlacesEarly in gather.cu."""
+    sources = faults.changed(tmp_path, ("sync.cuh", "kMaxRanks = 8", "kMaxRanks = 2"))
+    libraries = [library for library in SPLITS if library.depth == 1]
+    assert kernels.run("sweep", libraries, ranks=2, operations=150, sources=sources) == ("nothing", "ok\n")
 
 
 def test_4096_threads() -> None:

@@ -57,6 +57,20 @@ struct Library {
 };
 static std::vector<Library> libraries;
 
+// The table of a call that splits arrays, as in parts.cuh: tests/unit/test_parts.py compares what ipc/parts.py makes.
+struct Member {
+  u64 part, whole, pitch, offset[8];
+  u32 width[8], first[8];
+};
+struct Table {
+  u32 packets[8];
+  Member members[4];
+};
+static bool splits(const Library& library) { return library.kernel == "gather" || library.kernel == "scatter"; }
+static u32 members_of(const Library& library) {
+  return (u32)((library.limits[1] - sizeof(Args) - offsetof(Table, members)) / sizeof(Member));
+}
+
 struct Rank {
   std::vector<u32> epochs;
   u8 *workspace, *area;  // two halves; where bulk.cu works
@@ -131,11 +145,14 @@ template <class F> auto typed(const std::string& dtype, F f) {  // calls f with 
   if (dtype == "int8") return f((signed char)0);
   if (dtype == "int32") return f(int{});
   if (dtype == "int64") return f(0ll);
+  if (dtype == "uint8") return f(u8{});
+  if (dtype == "uint32") return f(u32{});
+  if (dtype == "uint64") return f(u64{});
   std::abort();
 }
 
 static u32 element_bytes(const std::string& dtype) {
-  return dtype == "int8" ? 1 : dtype == "float64" || dtype == "int64" ? 8 : 4;
+  return typed(dtype, [](auto zero) { return (u32)sizeof zero; });
 }
 
 // The operation of this number: the same on every rank, except for alignment and in-place use.
@@ -199,6 +216,7 @@ static void make_arrays(int count) {
     const u64 number = i / ranks;
     const int rank = (int)(i % ranks);
     const Operation op = choose(number, rank);
+    if (splits(*op.library)) continue;  // they have arrays of their own
     typed(op.library->dtype, [&](auto zero) { fill<decltype(zero)>(arrays[i], number, rank, op); });
   }
 }
@@ -259,9 +277,120 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, Expected w
   return hash(target, bytes);
 }
 
+// A call that splits arrays. The sizes are the same on every rank, and the places in its memory are its own.
+struct Split {
+  std::vector<u32> rows;
+  std::vector<std::vector<u32>> widths;  // by array and rank, in elements
+  std::vector<size_t> parts, wholes;     // by array, where they begin in this rank's memory
+  std::vector<u8> memory;
+  Table table;
+};
+static Split choose_split(u64 number, int rank, const Operation& op, u32 size) {
+  Random shared{mix(seed ^ number ^ 0x5917)}, own{mix(seed ^ number << 8 ^ (u64)rank << 40 ^ 0x5917)};
+  const bool gathers = op.library->kernel == "gather", even = shared.below(3) == 0;
+  const u32 count = 1 + shared.below(members_of(*op.library)), root = shared.below((u32)ranks * 3);
+  const u32 most = shared.below(2) ? most_packets / count : 3;  // packets of a message in an array
+  Split split = {};
+  u64 at = kRoom;
+  for (u32 m = 0; m < members_of(*op.library); ++m) {
+    Member& member = split.table.members[m];
+    for (int r = 0; r < ranks; ++r) member.first[r] = m < count ? split.table.packets[r] : 0xFFFFFFFF;
+    if (m >= count) continue;
+    const u32 rows = shared.below(2) ? 1 : 1 + shared.below(std::min(most, 6u));
+    split.rows.push_back(rows);
+    split.widths.emplace_back();
+    u32 pitch = 0;
+    for (int r = 0; r < ranks; ++r) {
+      const bool none = gathers && root < (u32)ranks ? r != (int)root : shared.below(4) == 0;  // as in a broadcast
+      u32 width = none ? 0 : 1 + shared.below(most / rows * 16 / size);
+      if (even) width = width * size / 16 * 16 / size;
+      split.widths[m].push_back(width);
+      member.offset[r] = pitch * size, member.width[r] = width * size;
+      split.table.packets[r] += rows * ((width * size + 15) / 16);
+      pitch += width;
+    }
+    member.pitch = pitch * size;
+    const u32 mine = rows * split.widths[m][rank] * size;
+    const auto place = [&](u32 bytes) {
+      const u64 begin = at + (even ? 0 : own.below(2) * own.below(16) * size);
+      at = (begin + bytes + 15) / 16 * 16 + kRoom;
+      return begin;
+    };
+    split.wholes.push_back(place(rows * pitch * size));
+    split.parts.push_back(rows == 1 && op.in_place ? split.wholes[m] + member.offset[rank] : place(mine));
+  }
+  for (int r = 0; r < ranks; ++r) split.table.packets[r] = std::max(1u, split.table.packets[r]);
+  split.memory.assign(at, kFiller);
+  return split;
+}
+
+template <class T> u64 run_split(u64 number, int rank, const Operation& op, Expected wanted, u64 deadline) {
+  Split split = choose_split(number, rank, op, sizeof(T));
+  const bool gathers = op.library->kernel == "gather";
+  // Calls f(place of an element, its rank, its index in all arrays) for this rank's parts, or for the whole arrays.
+  const auto elements = [&](bool whole, auto f) {
+    for (u32 m = 0; m < split.rows.size(); ++m) {
+      const Member& member = split.table.members[m];
+      for (u32 row = 0; row < split.rows[m]; ++row)
+        for (int r = 0; r < ranks; ++r)
+          for (u32 x = 0; x < split.widths[m][r]; ++x) {
+            const u64 in_whole = row * member.pitch + member.offset[r] + x * sizeof(T);
+            if (!whole && r != rank) continue;
+            f(whole ? split.wholes[m] + in_whole : split.parts[m] + (row * split.widths[m][r] + x) * sizeof(T), r,
+              (u64)m << 40 | in_whole);
+          }
+    }
+  };
+  const auto at = [&](u64 place) { return split.memory.data() + place; };
+  elements(!gathers, [&](u64 place, int, u64 index) {
+    const T value = element<T>(number, rank, index);
+    std::memcpy(at(place), &value, sizeof value);
+  });
+  std::vector<u8> due = split.memory;
+
+  struct { Args args; Table table; } call = {arguments(rank), split.table};
+  const u32 longest = *std::max_element(split.table.packets, split.table.packets + ranks);
+  call.args.timeout_ns = deadline;
+  call.args.bytes = 16 * longest;
+  for (u32 m = 0; m < split.rows.size(); ++m) {
+    Member& member = call.table.members[m];
+    member.part = (u64)at(split.parts[m]), member.whole = (u64)at(split.wholes[m]);
+    call.args.in |= member.part | member.whole | member.pitch;
+    for (int r = 0; r < ranks; ++r) call.args.in |= member.offset[r] | member.width[r];
+  }
+  const u32 grid = number % 2 ? op.grid : (longest + op.block - 1) / op.block;  // with tiles or without
+  sim_run(op.library->run, &call, grid, op.block, rank, ranks, true);
+  ++ended;
+
+  if (wanted == kRight && __atomic_load_n(&abort_word, __ATOMIC_RELAXED))
+    found(kTimeout, "%s, operation %llu, rank %d: timed out, missing 0x%x", op.library->kernel.c_str(), number, rank,
+          __atomic_load_n(&world[rank].missing, __ATOMIC_RELAXED));
+  u64 bits = 0;
+  elements(gathers, [&](u64 place, int r, u64 index) {
+    T value, right = gathers ? element<T>(number, r, index) : expected<T>(number, index);
+    std::memcpy(&value, at(place), sizeof value);
+    std::memcpy(due.data() + place, &value, sizeof value);
+    bits = gathers ? hash(at(place), sizeof value) ^ mix(bits) : 0;  // each rank's part of a reduction is another one
+    const bool poisoned = std::all_of(at(place), at(place) + sizeof(T), [](u8 byte) { return byte == 0xFF; });
+    // The rank that is away is the last one. A warp that waits for none of its packets gets those of the others.
+    const bool must_be_poisoned = wanted == kPoisoned && (!gathers || r == ranks - 1);
+    if (poisoned && wanted != kRight && !(gathers && r == rank)) return;
+    if (must_be_poisoned || (std::memcmp(&value, &right, sizeof value) && !(value != value && right != right)))
+      found(kValue, "%s %s, operation %llu, rank %d: byte %llu of rank %d's is %.17g, not %.17g",
+            op.library->kernel.c_str(), op.library->dtype.c_str(), number, rank, index, r, (double)value,
+            must_be_poisoned ? -1.0 : (double)right);
+  });
+  if (due != split.memory)
+    found(kCanary, "%s, operation %llu, rank %d: wrote elsewhere", op.library->kernel.c_str(), number, rank);
+  return bits;
+}
+
 static u64 run(u64 number, int rank, Expected wanted = kRight, u64 deadline = timeout_ns) {
   const Operation op = choose(number, rank);
-  return typed(op.library->dtype, [&](auto zero) { return run<decltype(zero)>(number, rank, op, wanted, deadline); });
+  return typed(op.library->dtype, [&](auto zero) {
+    if (splits(*op.library)) return run_split<decltype(zero)>(number, rank, op, wanted, deadline);
+    return run<decltype(zero)>(number, rank, op, wanted, deadline);
+  });
 }
 
 // Runs f(rank) on every rank at once.
@@ -388,7 +517,9 @@ int main(int count, char** words) {
     const std::string rest = name.substr(kernel.size() + 1);
     libraries.push_back({kernel, rest.substr(0, rest.find('-')), (void (*)(const void*))dlsym(handle, kernel.c_str()),
                          (const u32*)dlsym(handle, (kernel + "_limits").c_str())});
-    if (libraries.back().limits[1] != sizeof(Args)) return 2;
+    const Library& one = libraries.back();
+    if (!splits(one) && one.limits[1] != sizeof(Args)) return 2;
+    if (splits(one) && members_of(one) > sizeof(Table::members) / sizeof(Member)) return 2;
   }
   half_bytes = (size_t)ranks * 2 * 16 * (2 * most_packets + 1024);  // with bulk.cu's flags of 512 blocks
   world.resize(ranks);

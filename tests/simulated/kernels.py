@@ -29,12 +29,13 @@ FINDINGS = {
 
 
 class Library(NamedTuple):
-    """A build of one kernel for sums."""
+    """A build of one kernel for sums. ``members``: the arrays in the table of gather or scatter."""
 
     kernel: str
     dtype: str
     whole: bool = True
     depth: int = 1
+    members: int = 0
 
 
 class Sources(NamedTuple):
@@ -96,6 +97,7 @@ def run(
             whole=library.whole,
             depth=library.depth,
             tsan=tsan,
+            further={"MEMBERS": str(library.members)} if library.members else {},
             directory=sources.builds,
             kernels=sources.kernels,
             include=sources.include,

@@ -83,6 +83,12 @@ def reduce_in_place(comm: Any, array: Any, op: str) -> None:
     comm.allreduce(array, op, out=array)
 
 
+@eager_break
+def broadcast_in_place(comm: Any, array: Any, root: int) -> None:
+    """A break with a broadcast."""
+    comm.broadcast(array, root)
+
+
 class Recorded:
     """A graph with its input, its output, and what it computes."""
 
@@ -106,32 +112,46 @@ class Recorded:
             for rank, seed in enumerate([self._seed] * self.size)
         ]
 
+    def _split(self, comm: Any, kind: str, detail: Any, value: Any) -> tuple[Any, Any]:
+        """Two calls that split arrays: what is between them, and the result."""
+        if kind == "gather":
+            between = comm.allgather(value)
+            return between, comm.reduce_scatter(between, detail)
+        sizes = [self._count * (rank == detail % self.size) for rank in range(self.size)]  # one rank has it all
+        between = comm.reduce_scatter(value, sizes=sizes)
+        return between, comm.allgather(between, sizes=sizes)
+
     def trace(self, comm: Any, *, breaks: bool, into: Any = None) -> None:
         """Do on the device what :meth:`_expected` does.
 
         :param into: the output of a capture by others, whose program has to hold what its graph uses.
         """
+        hold: Callable[[Any], None] = (lambda _: None) if into is None else self._held.append
         value = self.source * 1
         for kind, detail in self.body:
-            if into is not None:
-                self._held.append(value)
+            hold(value)
             if kind == "reduce":
                 value = comm.allreduce(value, detail)
             elif kind == "into":
                 comm.allreduce(value, detail, out=value)
             elif kind == "list":
                 value, other = comm.allreduce([value, value * 2], detail)
-                if into is not None:
-                    self._held.append(other)
+                hold(other)
                 value = value + other
+            elif kind in ("gather", "uneven"):
+                between, value = self._split(comm, kind, detail, value)
+                hold(between)
+            elif kind == "broadcast":
+                comm.broadcast(value, detail % self.size)
+            elif kind == "broadcasting break":
+                broadcast_in_place(comm, value, detail % self.size)
             elif kind == "scale":
                 value = value * detail
             elif kind == "add":
                 value = value + (self.rank + detail)
             elif kind == "temporary":
                 other = value * detail
-                if into is not None:
-                    self._held.append(other)
+                hold(other)
                 value = other + value
                 del other
             elif kind == "break":
@@ -149,6 +169,12 @@ class Recorded:
         for kind, detail in self.body:
             if kind in ("reduce", "into", "reducing break"):
                 values = [reference.wrapping(values, detail)] * self.size
+            elif kind == "gather":
+                values = [reference.wrapping([value] * self.size, detail) for value in values]
+            elif kind == "uneven":
+                values = [reference.wrapping(values, "sum")] * self.size
+            elif kind in ("broadcast", "broadcasting break"):
+                values = [values[detail % self.size]] * self.size
             elif kind == "list":
                 both = [reference.wrapping([value * value.dtype.type(by) for value in values], detail) for by in (1, 2)]
                 values = [both[0] + both[1]] * self.size

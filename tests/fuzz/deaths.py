@@ -73,11 +73,17 @@ def run(player: Player, step: Step) -> None:
                     comm.suspend(pools=bool(order.random() < 0.5))
                     time.sleep(order.random() * _SUSPENDED_SECONDS)
                     comm.resume()
-                if order.random() < 0.5:
+                which, part = order.random(), source[: int(order.integers(1, 600))]
+                if which < 0.4:
                     graph.replay()
                     found, due = result, 2 * total
+                elif which < 0.6:
+                    found, due = comm.allreduce(part), total
+                elif which < 0.75:
+                    found, due = comm.reduce_scatter(comm.allgather(part)), player.size * (player.rank + 1)
                 else:
-                    found, due = comm.allreduce(source[: int(order.integers(1, 600))]), total
+                    root = int(order.integers(player.size))
+                    found, due = comm.broadcast(part + 0, root), root + 1
                 comm.synchronize()
                 if not (cupy.asnumpy(found) == due).all():
                     raise AssertionError(f"{cupy.asnumpy(found)[:4]}, expected {due}")

@@ -42,6 +42,12 @@ def refuse(player: Player, comm: Any, step: Step) -> None:
             comm.allreduce(source, "mode")
         elif step["how"] == "dtype":
             comm.allreduce(cupy.zeros(3, np.complex64), "prod")
+        elif step["how"] == "axis":
+            comm.allgather(source, axis=1)
+        elif step["how"] == "sizes":
+            comm.reduce_scatter(source, sizes=[1] * player.size)
+        elif step["how"] == "root":
+            comm.broadcast(source, player.size)
         else:
             comm.allreduce(source, out=cupy.zeros(7, np.float32))
 
@@ -69,7 +75,15 @@ def mismatch(player: Player, comm: Any, step: Step) -> None:
     op = "max" if mine and step["how"] == "op" else "sum"
 
     def call() -> None:
-        comm.allreduce(cupy.ones(count, dtype), op)
+        source, how = cupy.ones(count, dtype), step["how"]
+        if how == "root":
+            comm.broadcast(source, int(mine))
+        elif how == "sizes":
+            comm.reduce_scatter(source, sizes=[100 - mine, *[0] * (player.size - 2), int(mine)])
+        elif how == "collective" and mine:
+            comm.broadcast(source, 0)
+        else:
+            comm.allreduce(source, op)
         comm.synchronize()
 
     expect_error(player.text, [RankMismatchError], "is not the same on every rank", call)
@@ -95,6 +109,7 @@ def raise_in_record(player: Player, comm: Any, step: Step) -> None:
 def interrupt(player: Player, comm: Any, step: Step) -> None:
     """The program is interrupted on one rank, within calls or between them, and raises out of what it does."""
     source, mine = ones(200), player.rank == step["rank"]
+    sizes = [200, *[0] * (player.size - 1)]
 
     def act() -> None:
         raise KeyboardInterrupt
@@ -107,6 +122,8 @@ def interrupt(player: Player, comm: Any, step: Step) -> None:
                 comm.suspend(pools=step["pools"])
                 comm.resume()
             result = comm.allreduce(source)
+            part = comm.reduce_scatter(result, "max", sizes=sizes)
+            comm.broadcast(comm.allgather(part, sizes=sizes, out=result), 0)
         comm.synchronize()
         player.later(result, np.full(200, player.size, np.float32), player.streams[0])
 
@@ -138,6 +155,8 @@ def driver_fault(player: Player, comm: Any, step: Step) -> None:
     def calls() -> None:
         if what == "reduce":
             comm.allreduce(source * 2)
+        elif what == "split":
+            comm.broadcast(comm.reduce_scatter(comm.allgather(source * 2)), 0)
         elif what == "replay":
             assert recorded is not None
             recorded.graph.replay()

@@ -19,14 +19,17 @@ COUNTS = (1, 2, 3, 7, 16, 33, 100, 257, 1000, 5000)
 LARGE = 70_000
 LAYOUTS = ("plain", "offset", "strided", "rows")
 OUTS = ("new", "same", "array", "strided", "empty")
+COLLECTIVES = ("allgather", "reduce_scatter", "broadcast")
+OTHERS = ("bool", "complex64", "complex128")  # moved, as all of the above, and not reduced
+ON_HOST = ("float8_e4m3fn", "i4,i2")  # CuPy has no such arrays
 STREAMS = 3  # the legacy one, and two that do not wait for it
 DEATHS = ("killed", "exited", "raised", "stopped")
 _LATE_SECONDS = 0.004
 
 # How often each kind of step comes. Faults of driver calls are the simulated device's.
 WEIGHTS = {
-    "reduce": 10, "reduce list": 4, "reduce norm": 3, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1,
-    "new": 1, "suspend": 4,
+    "reduce": 10, "reduce list": 4, "reduce norm": 3, "split": 12, "record": 3, "replay": 6, "capture": 2, "launch": 3,
+    "threads": 1, "new": 1, "suspend": 4,
     "close": 1, "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1,
     "check": 1,
 }  # fmt: skip
@@ -88,12 +91,13 @@ def _reduce(draw: random.Random) -> Step:
 
 
 def _body(draw: random.Random, breaks: bool) -> list[list[Any]]:
-    kinds = ["reduce", "reduce", "into", "list", "scale", "add", "temporary"] + ["break", "reducing break"] * breaks
+    kinds = ["reduce", "reduce", "into", "list", "scale", "add", "temporary", "gather", "uneven", "broadcast"]
+    kinds += ["break", "reducing break", "broadcasting break"] * breaks
+    with_op = "reduce", "into", "list", "gather", "reducing break"
     return [
-        [kind, draw.choice(("sum", "max", "min", "avg")) if kind in ("reduce", "into", "list", "reducing break")
-         else draw.randint(1, 3)]
+        [kind, draw.choice(("sum", "max", "min", "avg")) if kind in with_op else draw.randint(1, 3)]
         for kind in draw.choices(kinds, k=draw.randint(1, 5))
-    ]  # fmt: skip
+    ]
 
 
 def _array(draw: random.Random) -> Step:
@@ -125,6 +129,26 @@ def _reduce_norm(draw: random.Random) -> Step:
     }  # fmt: skip
 
 
+def _split(draw: random.Random) -> Step:
+    collective, on_host = draw.choice(COLLECTIVES), draw.random() < 0.15
+    dtypes = FLOATS + INTEGERS + (() if collective == "reduce_scatter" else OTHERS + ON_HOST * on_host)
+    count, dimensions = draw.choice((1, 1, 1, 1, 2, 5, 40) if draw.random() < 0.95 else (0, 220)), draw.randint(1, 3)
+    large = count == 1 and draw.random() < 0.03
+    members = [
+        [draw.choice(dtypes), LARGE if large else draw.choice((0, 1, 2, 3, 7, 33, 257 if count < 6 else 5)),
+         [draw.choice((1, 1, 2) if large or count > 5 else (0, 1, 2, 3, 4, 8, 65)) for _ in range(dimensions - 1)]]
+        for _ in range(count)
+    ]  # fmt: skip
+    return {
+        "collective": collective, "host": on_host, "members": members, "is_list": count != 1 or draw.random() < 0.2,
+        "axis": draw.randrange(-dimensions, dimensions), "op": draw.choice(OPS), "special": draw.random() < 0.2,
+        "sizes": None if large or draw.random() < 0.5 else [draw.choice((0, 0, 1, 2, 7, 40)) for _ in range(8)],
+        "root": draw.randrange(8), "calls": draw.choice((1, 1, 3)), "by": draw.choice(("method", "function", "stream")),
+        "layout": draw.choice(("plain", "plain", "offset", "strided", "turned")),
+        "out": draw.choice(("new", "array", "strided", "in place")),
+    }  # fmt: skip
+
+
 def _suspend(draw: random.Random) -> Step:
     return {
         "pools": draw.random() < 0.5, "times": draw.choice((1, 1, 2)), "timeout": draw.choice((None, 60.0)),
@@ -138,6 +162,7 @@ _DETAILS: dict[str, Callable[[random.Random], Step]] = {
     "reduce": _reduce,
     "reduce list": _reduce_list,
     "reduce norm": _reduce_norm,
+    "split": _split,
     "record": lambda draw: _array(draw) | {
         "body": _body(draw, breaks=True), "graph": draw.randrange(3), "shares": draw.random() < 0.3,
         "breaks": draw.random() < 0.9, "within_capture": draw.random() < 0.2,
@@ -153,15 +178,17 @@ _DETAILS: dict[str, Callable[[random.Random], Step]] = {
     },
     "close": lambda draw: {"memory": draw.choice(MEMORIES)},
     "suspend": _suspend,
-    "refuse": lambda draw: {"how": draw.choice(("op", "dtype", "out")), "where": draw.choice(("call", "record"))},
-    "mismatch": lambda draw: {"how": draw.choice(("count", "dtype", "op"))},
+    "refuse": lambda draw: {
+        "how": draw.choice(("op", "dtype", "out", "axis", "sizes", "root")), "where": draw.choice(("call", "record")),
+    },
+    "mismatch": lambda draw: {"how": draw.choice(("count", "dtype", "op", "collective", "sizes", "root"))},
     "raise in record": lambda draw: {"behind": draw.randint(0, 2)},
     "interrupt": lambda draw: {
         "delay": draw.uniform(0.0005, 0.02), "calls": draw.randint(2, 12), "suspends": draw.random() < 0.4,
         "pools": draw.random() < 0.5,
     },
     "driver fault": lambda draw: {
-        "call": draw.randint(1, 40), "what": draw.choice(("reduce", "record", "replay", "suspend")),
+        "call": draw.randint(1, 40), "what": draw.choice(("reduce", "split", "record", "replay", "suspend")),
         "pools": draw.random() < 0.5,
     },
 }  # fmt: skip
@@ -199,7 +226,8 @@ def shrink(steps: Sequence[Step], fails: Callable[[list[Step]], bool], tries: in
 _PLAIN = {
     "stream": 0, "late": {}, "layout": "plain", "out": "new", "by": "method", "special": False, "dtype": "float32",
     "count": 1, "shares": False, "within_capture": False, "times": 1, "algorithm": None, "slot": 0, "pools": False,
-    "memory": "vmm", "closed": False, "everywhere": True, "both": False, "suspends": 0,
+    "memory": "vmm", "closed": False, "everywhere": True, "both": False, "suspends": 0, "calls": 1, "sizes": None,
+    "axis": 0, "host": False,
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import ipcreduce
 from ipcreduce import Communicator, Graph
 from ipcreduce.page import comparison
-from tests.fuzz import bodies, deaths, faults, suspends
+from tests.fuzz import bodies, deaths, faults, splits, suspends
 from tests.fuzz.bodies import Wrong, expect_error
 from tests.fuzz.job import Pipes
 from tests.fuzz.programs import STREAMS, Step
@@ -93,6 +93,8 @@ class Player:
             faults.STEPS[step["kind"]](self, comm, step)
         elif step["kind"] == "suspend":
             suspends.suspend(self, comm, step)
+        elif step["kind"] == "split":
+            splits.split(self, comm, step)
         else:
             getattr(self, "do_" + step["kind"].replace(" ", "_"))(comm, step)
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _REFUSED = "the communicator is suspended"
 _LAUNCHED = "was launched while it was suspended"
-_REDUCING = ("reduce", "into", "list")  # the parts of a body in which a capture by others has an all-reduce
+# The parts of a body in which a capture by others exchanges data.
+_EXCHANGING = ("reduce", "into", "list", "gather", "uneven", "broadcast")
 
 
 def suspend(player: Player, comm: Any, step: Step) -> None:
@@ -82,7 +83,7 @@ def _launch(player: Player, comm: Any, step: Step) -> bool:
         player.follow(stream)
         recorded.graph.launch(stream)
     player.used(stream)
-    return player.size > 1 and any(kind in _REDUCING for kind, _ in recorded.body)
+    return player.size > 1 and any(kind in _EXCHANGING for kind, _ in recorded.body)
 
 
 def _other(player: Player, comm: Any, step: Step) -> None:

@@ -20,7 +20,12 @@ from tests.fuzz import __main__
 sys.argv = ["tests.fuzz", "--ranks", "2", "--programs", "150", "--tries", "1", "--script", {script!r}]
 sys.exit(__main__.main())
 """
-FAULT = "from ipcreduce.graphs import breaks; breaks.Break.replay = lambda *_: None"
+NO_BREAKS = "from ipcreduce.graphs import breaks; breaks.Break.replay = lambda *_: None"
+ALL_AT_THE_BEGINNING = """
+from ipcreduce.calls.request import Split
+rows = Split.rows
+Split.rows = lambda split, shape, itemsize, n: rows(split, shape, itemsize, n)._replace(offsets=(0,) * n)
+"""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,11 +54,13 @@ def test_a_soak():
     assert done.returncode == 0, done.stdout
 
 
-def test_a_broken_library_is_found(tmp_path: Path):
-    """Breaks are left out of replays."""
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(NO_BREAKS, "replay"), (ALL_AT_THE_BEGINNING, "split")], ids=["no breaks", "no places"]
+)
+def test_a_broken_library_is_found(fault: str, kind: str, tmp_path: Path):
     script = tmp_path / "found.py"
-    done = run("-c", BROKEN.format(fault=FAULT, script=str(script)))
+    done = run("-c", BROKEN.format(fault=fault, script=str(script)))
     assert done.returncode == 1, done.stdout
     found = script.read_text()
     assert "STEPS = [" in found
-    assert "'kind': 'replay'" in found
+    assert f"'kind': '{kind}'" in found

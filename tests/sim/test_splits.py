@@ -19,4 +19,5 @@ def test_random_calls(mpirun: Run, ranks: int, environ: dict[str, str]) -> None:
 
 
 def test_scenarios(hold: Callable[..., None]) -> None:
-    hold(3, "rules_of_splits", "recorded_splits", "launches_of_splits", SIM_LATE="0.002")
+    names = "rules_of_splits", "recorded_splits", "launches_of_splits", "slots_of_long_messages"
+    hold(3, *names, SIM_LATE="0.002")

@@ -59,26 +59,38 @@ def recorded_splits() -> None:
             assert (cupy.asnumpy(total) == TOTAL - SIZE + SIZE * turn).all()
 
 
+def launched(comm: Any) -> int:
+    """The launches of the call that was prepared last."""
+    (last,) = [*comm._open.backend._prepared.values()][-1:]
+    return len(last.steps)
+
+
 def launches_of_splits() -> None:
     """One for all arrays that are moved, and one for each dtype that is reduced, whatever their number and rows."""
     with Communicator() as comm:
-
-        def launched() -> int:
-            (last,) = [*comm._open.backend._prepared.values()][-1:]
-            return len(last.steps)
-
         arrays = [
             cupy.ones((SIZE * (1 + index % 3), index), dtype) for index, dtype in enumerate(("f4", "i1", "f8") * 40)
         ]
         for count, launches in ((1, 1), (2, 1), (25, 1), (26, 1), (120, 1)):
             comm.allgather(arrays[-count:], axis=-1)
-            assert launched() == launches, count
+            assert launched(comm) == launches, count
             comm.broadcast(arrays[-count:])
-            assert launched() == launches, count
+            assert launched(comm) == launches, count
         for count, launches in ((1, 1), (3, 3), (120, 3)):
             comm.reduce_scatter(arrays[-count:])
-            assert launched() == launches, count
+            assert launched(comm) == launches, count
         works(comm)
 
 
-SCENARIOS = rules_of_splits, recorded_splits, launches_of_splits
+def slots_of_long_messages() -> None:
+    """Each peer has its share of them, and what does not fit goes in another launch."""
+    with Communicator(workspace=1 << 20) as comm:
+        for launches in (1, 2):
+            count = launches * 400_000 // (SIZE - 1)  # bytes
+            whole = comm.allgather(cupy.full(count, RANK, np.uint8))
+            assert launched(comm) == launches
+            assert (cupy.asnumpy(whole) == np.repeat(np.arange(SIZE), count)).all()
+            works(comm)
+
+
+SCENARIOS = rules_of_splits, recorded_splits, launches_of_splits, slots_of_long_messages

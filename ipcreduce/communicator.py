@@ -340,7 +340,8 @@ class Communicator(Collectives):
 
         :raises CudaError: if this rank gets no memory. Free some, and call it again on every rank.
         :raises PeerFailedError: if another rank gets none. The communicator is still suspended.
-        :raises UnsupportedError: on every rank, if one can open no file. The communicator is still suspended.
+        :raises UnsupportedError: on every rank, if one can open no file or import no memory. The communicator is still
+            suspended.
         :raises GraphStateError: if a graph of another library was launched while the communicator was suspended. It is
             resumed on every rank.
         :raises PeerLostError: if a rank has gone, or if mapping the memory fails.

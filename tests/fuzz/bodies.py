@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import eager_break
-from tests.fuzz.programs import Step
+from tests.fuzz.programs import SPLITTING, Step
 from tests.shared import reference
 
 if TYPE_CHECKING:
@@ -117,6 +117,16 @@ class Recorded:
         if kind == "gather":
             between = comm.allgather(value)
             return between, comm.reduce_scatter(between, detail)
+        if kind == "columns":
+            between = comm.allgather(value.reshape(-1, 1), axis=1)
+            return between, comm.reduce_scatter(between, detail, axis=-1).reshape(-1)
+        if kind == "in place":
+            between = cupy.zeros(self.size * self._count, self._dtype)
+            own = between[self.rank * self._count : (self.rank + 1) * self._count]
+            own[...] = value
+            comm.allgather(own, out=between)
+            comm.reduce_scatter(between, detail, out=own)
+            return between, own * 1
         sizes = [self._count * (rank == detail % self.size) for rank in range(self.size)]  # one rank has it all
         between = comm.reduce_scatter(value, sizes=sizes)
         return between, comm.allgather(between, sizes=sizes)
@@ -138,7 +148,7 @@ class Recorded:
                 value, other = comm.allreduce([value, value * 2], detail)
                 hold(other)
                 value = value + other
-            elif kind in ("gather", "uneven"):
+            elif kind in (*SPLITTING, "uneven"):
                 between, value = self._split(comm, kind, detail, value)
                 hold(between)
             elif kind == "broadcast":
@@ -169,7 +179,7 @@ class Recorded:
         for kind, detail in self.body:
             if kind in ("reduce", "into", "reducing break"):
                 values = [reference.wrapping(values, detail)] * self.size
-            elif kind == "gather":
+            elif kind in SPLITTING:
                 values = [reference.wrapping([value] * self.size, detail) for value in values]
             elif kind == "uneven":
                 values = [reference.wrapping(values, "sum")] * self.size

@@ -22,6 +22,7 @@ OUTS = ("new", "same", "array", "strided", "empty")
 COLLECTIVES = ("allgather", "reduce_scatter", "broadcast")
 OTHERS = ("bool", "complex64", "complex128")  # moved, as all of the above, and not reduced
 ON_HOST = ("float8_e4m3fn", "i4,i2")  # CuPy has no such arrays
+SPLITTING = ("gather", "columns", "in place")  # an all-gather and a reduce-scatter, in parts of recordings
 STREAMS = 3  # the legacy one, and two that do not wait for it
 DEATHS = ("killed", "exited", "raised", "stopped")
 _LATE_SECONDS = 0.004
@@ -91,9 +92,9 @@ def _reduce(draw: random.Random) -> Step:
 
 
 def _body(draw: random.Random, breaks: bool) -> list[list[Any]]:
-    kinds = ["reduce", "reduce", "into", "list", "scale", "add", "temporary", "gather", "uneven", "broadcast"]
+    kinds = ["reduce", "reduce", "into", "list", "scale", "add", "temporary", *SPLITTING, "uneven", "broadcast"]
     kinds += ["break", "reducing break", "broadcasting break"] * breaks
-    with_op = "reduce", "into", "list", "gather", "reducing break"
+    with_op = "reduce", "into", "list", "reducing break", *SPLITTING
     return [
         [kind, draw.choice(("sum", "max", "min", "avg")) if kind in with_op else draw.randint(1, 3)]
         for kind in draw.choices(kinds, k=draw.randint(1, 5))

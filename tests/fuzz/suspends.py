@@ -11,7 +11,7 @@ import numpy as np
 from ipcreduce import Graph, GraphStateError, PeerFailedError, UnsupportedError
 from tests.fuzz import faults
 from tests.fuzz.bodies import expect_error
-from tests.fuzz.programs import Step
+from tests.fuzz.programs import SPLITTING, Step
 
 if TYPE_CHECKING:
     from tests.fuzz.rank import Player
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _REFUSED = "the communicator is suspended"
 _LAUNCHED = "was launched while it was suspended"
 # The parts of a body in which a capture by others exchanges data.
-_EXCHANGING = ("reduce", "into", "list", "gather", "uneven", "broadcast")
+_EXCHANGING = ("reduce", "into", "list", *SPLITTING, "uneven", "broadcast")
 
 
 def suspend(player: Player, comm: Any, step: Step) -> None:

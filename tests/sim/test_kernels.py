@@ -61,6 +61,12 @@ def test_order_between_and_within_ranks(ranks: int) -> None:
     assert result == ("nothing", "ok\n")
 
 
+@pytest.mark.usefixtures("tsan")
+@pytest.mark.parametrize("mode", ["absent", "late"])
+def test_order_where_waits_are_abandoned(mode: str) -> None:
+    assert kernels.run(mode, OF_EACH_SIZE, ranks=3, operations=16, tsan=True) == ("nothing", "ok\n")
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_wait_for_an_absent_rank_ends(ranks: int) -> None:
     assert kernels.run("absent", WHOLE + HALVES, ranks=ranks, operations=20) == ("nothing", "ok\n")

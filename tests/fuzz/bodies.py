@@ -120,6 +120,10 @@ class Recorded:
         if kind == "columns":
             between = comm.allgather(value.reshape(-1, 1), axis=1)
             return between, comm.reduce_scatter(between, detail, axis=-1).reshape(-1)
+        if kind == "split lists":
+            between = comm.allgather([value, value * 2])
+            first, second = comm.reduce_scatter(between, detail)
+            return between, first + second
         if kind == "in place":
             between = cupy.zeros(self.size * self._count, self._dtype)
             own = between[self.rank * self._count : (self.rank + 1) * self._count]
@@ -180,7 +184,10 @@ class Recorded:
             if kind in ("reduce", "into", "reducing break"):
                 values = [reference.wrapping(values, detail)] * self.size
             elif kind in SPLITTING:
-                values = [reference.wrapping([value] * self.size, detail) for value in values]
+                wide = [[value * value.dtype.type(by) for value in values] for by in (1, 2)]
+                first, second = ([reference.wrapping([one] * self.size, detail) for one in ofs] for ofs in wide)
+                pairs = zip(first, second, strict=True)
+                values = [one + other for one, other in pairs] if kind == "split lists" else first
             elif kind == "uneven":
                 values = [reference.wrapping(values, "sum")] * self.size
             elif kind in ("broadcast", "broadcasting break"):

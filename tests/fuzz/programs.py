@@ -22,7 +22,7 @@ OUTS = ("new", "same", "array", "strided", "empty")
 COLLECTIVES = ("allgather", "reduce_scatter", "broadcast")
 OTHERS = ("bool", "complex64", "complex128")  # moved, as all of the above, and not reduced
 ON_HOST = ("float8_e4m3fn", "i4,i2")  # CuPy has no such arrays
-SPLITTING = ("gather", "columns", "in place")  # an all-gather and a reduce-scatter, in parts of recordings
+SPLITTING = ("gather", "columns", "in place", "split lists")  # in a recording: an all-gather, a reduce-scatter
 STREAMS = 3  # the legacy one, and two that do not wait for it
 DEATHS = ("killed", "exited", "raised", "stopped")
 _LATE_SECONDS = 0.004
@@ -145,6 +145,7 @@ def _split(draw: random.Random) -> Step:
         "axis": draw.randrange(-dimensions, dimensions), "op": draw.choice(OPS), "special": draw.random() < 0.2,
         "sizes": None if large or draw.random() < 0.5 else [draw.choice((0, 0, 1, 2, 7, 40)) for _ in range(8)],
         "root": draw.randrange(8), "calls": draw.choice((1, 1, 3)), "by": draw.choice(("method", "function", "stream")),
+        "sms": draw.choice((None, None, None, 1, 3)),
         "layout": draw.choice(("plain", "plain", "offset", "strided", "turned")),
         "out": draw.choice(("new", "array", "strided", "in place")),
     }  # fmt: skip
@@ -228,7 +229,7 @@ _PLAIN = {
     "stream": 0, "late": {}, "layout": "plain", "out": "new", "by": "method", "special": False, "dtype": "float32",
     "count": 1, "shares": False, "within_capture": False, "times": 1, "algorithm": None, "slot": 0, "pools": False,
     "memory": "vmm", "closed": False, "everywhere": True, "both": False, "suspends": 0, "calls": 1, "sizes": None,
-    "axis": 0, "host": False,
+    "axis": 0, "host": False, "sms": None,
 }  # fmt: skip
 
 

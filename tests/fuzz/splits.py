@@ -127,7 +127,7 @@ def _call(player: Player, comm: Any, step: Step, arrays: list[Arrays], **stream:
     """The results, as a list."""
     collective, is_list = step["collective"], step["is_list"]
     given, out = [one.given for one in arrays], [one.out for one in arrays]
-    options: dict[str, Any] = dict(stream)
+    options: dict[str, Any] = {"sms": step["sms"], **stream}
     if collective == "broadcast":
         options |= {"root": step["root"] % player.size}
     else:

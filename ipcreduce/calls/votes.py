@@ -83,7 +83,7 @@ def agree(
     index, texts = _first_difference(calls, number, recorded)
     return RankMismatchError(report(
         calls.rank, number,
-        f"all-reduce {index + 1} of the recording is not the same on every rank: {by_rank(dict(enumerate(texts)))}",
+        f"call {index + 1} of the recording is not the same on every rank: {by_rank(dict(enumerate(texts)))}",
         f"Let the ranks' functions make the same calls, and record again. {USE_AGAIN}",
     ))  # fmt: skip
 

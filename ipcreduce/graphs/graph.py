@@ -83,7 +83,7 @@ class Graph:
         return self._pool
 
     def describe(self) -> str:
-        """State, memory, and for each segment its nodes and all-reduces; several lines."""
+        """State, memory, and for each segment its nodes and calls; several lines."""
         lines = [f"graph {self._name}: {self.state}, {len(self.segments)} segments".replace(" :", ":")]
         if self._pool is not None:
             lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
@@ -92,7 +92,7 @@ class Graph:
                 lines.append(f"break: {part}")
             else:
                 lines.append(f"segment: {part.nodes.kernels} kernel nodes, {part.nodes.others} other nodes")
-                lines += [f"  all-reduce: {call}" for call in part.calls]
+                lines += [f"  {call}" for call in part.calls]
         return "\n".join(lines)
 
     # ---- recording
@@ -311,7 +311,7 @@ class Graph:
         name, state = own.get("_name", ""), self.state if "_resources" in own else "not made"
         segments = [part for part in own.get("_parts", ()) if isinstance(part, Segment)]
         calls = sum(len(segment.calls) for segment in segments)
-        text = f", {calls} all-reduces in {len(segments)} segments" if segments else ""
+        text = f", {calls} calls in {len(segments)} segments" if segments else ""
         return f"<Graph{f' {name!r}' if name else ''}: {state}{text}>"
 
     def close(self) -> None:

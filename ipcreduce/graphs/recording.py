@@ -61,7 +61,7 @@ class Segment:
         self.graph, self.calls, self.life = graph, calls, life
         self.executable: cuda_graph.Executable | None = None  # None: nothing was captured
         self.nodes = cuda_graph.Nodes(0, 0, ())
-        text = f"replay of {name}: {len(calls)} all-reduces"
+        text = f"replay of {name}: {len(calls)} calls"
         every = [call.what for call in calls]
         checksums = " ".join(
             str(one.crc) for one in every

@@ -123,7 +123,7 @@ def shown(comm: Any) -> None:
             comm.allreduce(comm.allreduce(x), "max")
             graph.add_eager(lambda: None)
             comm.allreduce(x)
-        assert repr(graph) == "<Graph 'twice': staged, 3 all-reduces in 2 segments>"
+        assert repr(graph) == "<Graph 'twice': staged, 3 calls in 2 segments>"
         assert repr(graph.pool) == f"<GraphPool: {graph.pool.nbytes} bytes in 1 slabs>"
         for thing in (comm, graph, graph.pool):
             with raises(TypeError, "cannot be copied or pickled"):

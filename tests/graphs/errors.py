@@ -303,9 +303,9 @@ def disagreement(comm: Any) -> None:
         ([usual, (mine(20), "sum"), usual], ["sum of float32 (10,)", "sum of float32 (20,)"]),
         ([usual, (integers, "sum"), usual], ["sum of float32 (10,)", "sum of int32 (10,)"]),
         ([usual, (plain, "max"), usual], ["sum of float32 (10,)", "max of float32 (10,)"]),
-        ([usual, usual, usual, (plain, "min")], ["min of float32 (10,)", "none", "3", "all-reduce 4 of"]),
+        ([usual, usual, usual, (plain, "min")], ["min of float32 (10,)", "none", "3", "call 4 of"]),
         ([usual, (plain, "min"), usual, usual], ["sum of float32 (10,)", "min of float32 (10,)"]),
-        ([], ["sum of float32 (10,)", "none", "all-reduce 1 of"]),
+        ([], ["sum of float32 (10,)", "none", "call 1 of"]),
     ):
         graph = Graph(comm)
         with raises(RankMismatchError, *words), graph.record():

@@ -115,7 +115,7 @@ def test_another_recording(odd: list[Fingerprint], number: int, theirs: str):
     ours = str(SUM) if number < 3 else "none (it has 2)"
     for rank, error in enumerate(found):
         assert type(error) is RankMismatchError
-        assert str(error).startswith(f"rank {rank}, call 1: all-reduce {number} of the recording is not the same on ")
+        assert str(error).startswith(f"rank {rank}, call 1: call {number} of the recording is not the same on ")
         assert f": {ours} on rank 0 and {theirs} on rank 1 and {ours} on rank 2. " in str(error)
 
 

@@ -19,4 +19,4 @@ def test_random_calls(mpirun: Run, ranks: int, environ: dict[str, str]) -> None:
 
 
 def test_scenarios(hold: Callable[..., None]) -> None:
-    hold(3, "rules_of_splits", "recorded_splits", "launches_of_splits", SIM_LATE="0.002")
+    hold(3, "rules_of_splits", "recorded_splits", "launches_of_splits", "known_splits", SIM_LATE="0.002")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...arrays.splits import BROADCAST, SCATTER, SplitKey
+from ...arrays.splits import BROADCAST, SCATTER, SplitKey, is_simple
 from ...calls.request import Split, unit_of
 from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
@@ -160,14 +160,3 @@ class SplitHits:
 def _is_known(array: Any) -> bool:
     """False for a dtype of PyTorch that NumPy lacks."""
     return library_of(array).dtype_of(array.dtype) is not None
-
-
-def is_simple(key: SplitKey) -> bool:
-    """True if a call's arguments can be compared quickly, and safely: all are str, int, None or tuples of int."""
-    _, op, axis, sizes, root, sms = key
-    return (
-        (op is None or type(op) is str)
-        and type(axis) is int is type(root)
-        and (sizes is None or (type(sizes) is tuple and {*map(type, sizes)} == {int}))
-        and (sms is None or type(sms) is int)
-    )

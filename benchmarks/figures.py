@@ -210,7 +210,7 @@ def alternately(run: Run, before: int, *calls: Call) -> tuple[list[float], list[
 
 def block(run: Run) -> None:
     """Three all-reduces between ordinary kernels: no slower than with programmatic launch off; NCCL beside it."""
-    found, left_out = contenders.find(["nccl"], WORLD, on_host=False)
+    found, left_out = contenders.find(["nccl"], WORLD, on_host=False, peers=contenders.PEERS)
     nccl = found[0] if found else None
     if run.comm.rank == 0 and left_out:
         print(f"without NCCL: {left_out['nccl']}", flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ..calls.addresses import addresses_of
 from ..calls.request import Member, Moved, Request, unit_of
 from ..cuda import torch_runtime
 from ..dtypes import kind_name, op_name
@@ -51,11 +52,14 @@ class DeviceSplit:
                 op = one.op
         return Request(op, tuple(members), is_list=given.is_list, sms=given.sms, split=self._split)
 
-    def place(self, prepared: PreparedCall) -> tuple[int, ...]:
+    def place(self, prepared: PreparedCall) -> tuple[Any, Any]:
         """See :class:`DeviceCall`."""
         for one, through in zip(self._arrays, prepared.through, strict=True):
             one.settle(through, prepared.packed)
-        return tuple(chain.from_iterable((one.source_address, one.destination_address) for one in self._arrays))
+        if not self._call.is_list:
+            return self._arrays[0].source_address, self._arrays[0].destination_address
+        sources = addresses_of([one.source_address for one in self._arrays])
+        return sources, addresses_of([one.destination_address for one in self._arrays])
 
     @property
     def held(self) -> Iterator[Any]:

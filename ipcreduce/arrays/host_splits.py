@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..calls.request import Member, Moved, Request
+from ..calls.request import Member, Moved, Request, Rows
 from ..cuda import torch_runtime
 from ..dtypes import KINDS, kind_name, op_name, reduced_as
 from ..errors import ArgumentError, naming_member
+from ..page.fingerprint import Fingerprint
 from . import views
 from .host_operands import Array, as_numpy
 from .lists import check_apart
 from .operands import check_own_elements, check_writable
-from .splits import BROADCAST, GATHER, SCATTER, SplitArguments, Splitting, check_output, readable
+from .splits import BROADCAST, GATHER, SCATTER, SplitArguments, Splitting, check_output, is_simple, readable
 
 
 class HostSplit:
@@ -42,12 +44,24 @@ class HostSplit:
         return results if self._call.out is None else self._call.out
 
 
+class SplitParts(NamedTuple):
+    """What the ranks exchange of one array, in contiguous arrays of one axis.
+
+    :ivar op: one of ``dtypes.OPS``; "" where nothing is reduced. :ivar root: of a broadcast; else None.
+    :ivar sources: of a reduce-scatter each rank's part; else this rank's part alone.
+    :ivar targets: for the results: of a reduce-scatter this rank's part; else all parts.
+    """
+
+    op: str
+    root: int | None
+    sources: list[Array]
+    targets: list[Array]
+
+
 class HostSplitArray:
     """One array of a call, and its output.
 
-    :ivar root: of a broadcast; else None. :ivar op: one of ``dtypes.OPS``; "" where nothing is reduced.
-    :ivar sources: contiguous arrays of one axis: of a reduce-scatter each rank's part; else this rank's part alone.
-    :ivar targets: contiguous arrays of one axis, for the results: of a reduce-scatter this rank's part; else all parts.
+    :ivar reduced: the dtype as which it is exchanged. See :class:`SplitParts` for the others.
     """
 
     def __init__(self, call: SplitArguments, splitting: Splitting, array: Any, out: Any) -> None:
@@ -63,7 +77,7 @@ class HostSplitArray:
         self.splitting, self.whole, self.part = splitting.of(source.shape)
         self.source = source.reshape(self.part) if gathers and not source.ndim else source
         self.op = op_name(call.op, source.dtype) if call.reduces else ""
-        self._reduced = np.dtype(np.uint8) if not call.reduces else KINDS[reduced_as(kind_name(source.dtype, self.op))]
+        self.reduced = np.dtype(np.uint8) if not call.reduces else KINDS[reduced_as(kind_name(source.dtype, self.op))]
         if call.collective == BROADCAST:
             self.target: Array = source
             if call.rank != self.root:
@@ -92,6 +106,11 @@ class HostSplitArray:
             return Member(self.whole, kind_name(self.source.dtype, self.op))
         return Moved(self.whole, self._dtype or str(self.source.dtype), self.source.itemsize)
 
+    @property
+    def parts(self) -> SplitParts:
+        """What is exchanged."""
+        return SplitParts(self.op, self.root, self.sources, self.targets)
+
     def _prepare(self) -> None:
         call, n = self._call, self.splitting.n
         if self._collective == BROADCAST:
@@ -113,7 +132,7 @@ class HostSplitArray:
 
     def _flat(self, array: Array) -> Array:
         """The elements in the same memory, if they are contiguous there; else a copy."""
-        return np.ascontiguousarray(array).reshape(-1).view(self._reduced)
+        return np.ascontiguousarray(array).reshape(-1).view(self.reduced)
 
     def _room(self, target: Array) -> Array:
         """Room for the elements of a target: in its memory, if they are contiguous there."""
@@ -139,6 +158,53 @@ class HostSplitArray:
     def _put(self, target: Array, flat: Array) -> None:
         if not np.may_share_memory(target, flat):
             target[...] = flat.view(target.dtype).reshape(target.shape)
+
+
+class KnownSplit:
+    """Calls like one that was checked: on contiguous arrays of NumPy of the same shape and dtype.
+
+    :ivar what: the ranks compare.
+    """
+
+    def __init__(self, given: SplitArguments, one: HostSplitArray, what: Fingerprint, rows: Rows) -> None:
+        self.what, self._rank, self._n = what, given.rank, given.n
+        self._op, self._root, self._reduced, self._dtype = one.op, one.root, one.reduced, one.source.dtype
+        self._shape = one.whole if given.collective == GATHER else one.part
+        firsts = [begin // self._reduced.itemsize for begin in (*rows.offsets, rows.pitch)]
+        self._places = [slice(*ends) for ends in pairwise(firsts)]  # of the parts, in a whole array
+
+    @staticmethod
+    def of(given: SplitArguments, used: HostSplit) -> KnownSplit | None:
+        """The call as one that may come again; None if it is not of such an array, or if its parts have gaps."""
+        split, array = used.request.split, given.array
+        if type(array) is not np.ndarray or not array.ndim or split is None or not is_simple(given.key):
+            return None
+        (one,) = used.arrays
+        rows = split.rows(one.whole, array.itemsize, given.n)
+        return KnownSplit(given, one, used.request.what, rows) if rows.rows == 1 else None
+
+    def again(self, array: Any, out: Any) -> tuple[SplitParts, Any] | None:
+        """The parts and the result of a call; None if it has to be checked."""
+        is_read = self._root is None or self._root == self._rank
+        if not (array.flags.c_contiguous if is_read else array.flags.carray):
+            return None
+        flat = array.reshape(-1).view(self._reduced)
+        if self._root is not None:
+            nothing = flat[:0]
+            targets = [flat if rank == self._root else nothing for rank in range(self._n)]
+            return SplitParts("", self._root, [flat if is_read else nothing], targets), array
+        if out is None:
+            out = np.empty(self._shape, self._dtype)
+        elif not self._fits(out) or np.may_share_memory(array, out):
+            return None
+        target = out.reshape(-1).view(self._reduced)
+        if self._op:
+            return SplitParts(self._op, None, [flat[place] for place in self._places], [target]), out
+        return SplitParts("", None, [flat], [target[place] for place in self._places]), out
+
+    def _fits(self, out: Any) -> bool:
+        same = type(out) is np.ndarray and out.shape == self._shape and out.dtype == self._dtype
+        return same and bool(out.flags.carray)  # contiguous, aligned and writable
 
 
 def _nothing(given: SplitArguments) -> HostSplitArray:

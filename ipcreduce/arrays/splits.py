@@ -22,6 +22,17 @@ Shape = tuple[int, ...]
 SplitKey = tuple[str, Any, Any, Any, Any, Any]
 
 
+def is_simple(key: SplitKey) -> bool:
+    """True if a call's arguments can be compared quickly, and safely: all are str, int, None or tuples of int."""
+    _, op, axis, sizes, root, sms = key
+    return (
+        (op is None or type(op) is str)
+        and type(axis) is int is type(root)
+        and (sizes is None or (type(sizes) is tuple and {*map(type, sizes)} == {int}))
+        and (sms is None or type(sms) is int)
+    )
+
+
 class SplitArguments(NamedTuple):
     """The arguments, as they are given. :ivar rank: this one, of ``n``."""
 

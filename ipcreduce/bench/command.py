@@ -1,6 +1,6 @@
 """The ``bench`` command: choose sizes and contenders, check each contender's results, then time it.
 
-Without GPUs it measures NumPy arrays, and compares ipcreduce with MPI's Allreduce.
+Without GPUs it measures NumPy arrays, and compares ipcreduce with MPI.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..errors import ArgumentError, IpcReduceError, UnsupportedError
 from ..options import ALGORITHMS
 from . import contenders, norms, output, report, timing
 from .arguments import count, counts, names_of, size, sizes, why_not_writable
+from .collectives import ALLREDUCE, COLLECTIVES
 from .data import Message
 from .limit import Limit, copy_microseconds
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes, peers = partial(names_of, _MODES), partial(names_of, [*contenders.known(), *norms.OWN])
     add = parser.add_argument
     add("--smallest", type=size, default=_SMALLEST, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
-    add("--largest", type=size, metavar="BYTES", help="(default 1G; without GPUs 64M)")
+    add("--largest", type=size, metavar="BYTES", help="(default 1G, without GPUs 64M, of results)")
     add("--between", action="store_true", help="also 3 * 2**k bytes, not only powers of two")
     add("--dtype", choices=sorted(DTYPES.values()), help="(default bfloat16; without GPUs float32)")
     add("--mode", type=modes, metavar="MODES", help="graph, eager, or graph,eager (default all; without GPUs eager)")
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(contenders.HOST_PEERS)} (default all; '' for none)"
     ))  # fmt: skip
     add("--arrays", type=count, metavar="N", help="a call on a list of N arrays, which have this many bytes together")
-    add("--op", choices=("allreduce", norms.OP), default="allreduce", help="(default allreduce)")
+    add("--op", choices=(*COLLECTIVES, norms.OP), default=ALLREDUCE.name, help="the call (default allreduce)")
     add("--hidden", type=count, metavar="N", help=f"the length of the rows of {norms.OP} (default {norms.HIDDEN})")
     add("--rows", type=counts, metavar="N,N,...", help="their numbers (default 1, 2, 4, ..., 512)")
     add("--quantize", choices=norms.QUANTIZE, help="e4m3, by scales of this kind (default none)")
@@ -79,6 +80,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         for name in ("hidden", "rows", "quantize"):
             if getattr(options, name) is not None:
                 parser.error(f"--{name} has no meaning without --op {norms.OP}")
+        if options.op != ALLREDUCE.name and options.algorithm is not None:
+            parser.error(f"--algorithm has no meaning with --op {options.op}, which has one")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -96,7 +99,7 @@ def main(options: argparse.Namespace) -> None:
         if comm.backend == "mpi":
             text = f"NumPy arrays, since there is no GPU for these ranks:\n{comm.describe()}\n"
             output.on_rank_0(partial(print, text), mpi)
-        result = _measure(comm, options, mpi)
+        result = _Bench(comm, options, mpi).measure()
         if options.plot:
             output.on_rank_0(partial(report.plot, options.plot, result), mpi, "--plot")
         output.on_rank_0(partial(_show, result, comm.size, options), mpi)
@@ -107,7 +110,8 @@ def _show(result: dict[str, Any], n: int, options: argparse.Namespace) -> None:
         print(f"without {name}: {reason}")
     for mode in options.mode:
         rows = [row for row in result["rows"] if row["mode"] == mode]
-        what = f"sum of {options.dtype} in {options.arrays} arrays" if options.arrays else f"sum of {options.dtype}"
+        what = f"{COLLECTIVES.get(options.op, ALLREDUCE).what} of {options.dtype}"
+        what += f" in {options.arrays} arrays" if options.arrays else ""
         if options.op == norms.OP:
             what = f"RMSNorm of the {what} in rows of {options.hidden}"
             what += "" if options.quantize == "none" else f", quantised: {options.quantize}"
@@ -148,9 +152,12 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
         found.hidden, found.quantize = options.hidden or norms.HIDDEN, options.quantize or "none"
         found.sizes = [rows * found.hidden * itemsize for rows in options.rows or norms.ROWS]
         return found
-    least = max(options.smallest, itemsize * (options.arrays or 1))
-    usual = max(2 * least, _HOST_LARGEST if on_host else _LARGEST)
-    found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
+    of = COLLECTIVES[options.op]
+    unit = itemsize * of.unit(comm.size)
+    least = max(options.smallest, unit * (options.arrays or 1))
+    usual = max(2 * least, (_HOST_LARGEST if on_host else _LARGEST) // max(1, of.results(1, comm.size)))
+    wanted = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
+    found.sizes = [nbytes // unit * unit for nbytes in wanted]
     if not found.sizes:
         raise ArgumentError(
             f"there is no size to measure: no power of two from --smallest to --largest, {options.smallest} to "
@@ -160,71 +167,92 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     return found
 
 
-def _message(nbytes: int, comm: Communicator, options: argparse.Namespace) -> Message | norms.Message:
-    dtype = np.dtype(options.dtype)
-    if options.op == norms.OP:
-        rows = nbytes // (options.hidden * dtype.itemsize)
-        return norms.Message(rows, options.hidden, dtype, comm, options.quantize)
-    return Message(nbytes, dtype, comm, options.arrays or 0)
+class _Bench:
+    """One run of the command: ipcreduce, the other libraries, and the reasons why some of them are left out."""
 
+    def __init__(self, comm: Communicator, options: argparse.Namespace, mpi: Any) -> None:
+        self._comm, self._options, self._mpi = comm, options, mpi
+        self._on_host = comm.backend == "mpi"
+        if options.op == norms.OP:
+            self._ours: contenders.Ours = norms.Ours(comm)
+            others = norms.peers(comm, options.algorithm)
+        else:
+            of = COLLECTIVES[options.op]
+            self._ours, others = contenders.Ours(comm, of), contenders.peers_of(of, self._on_host)
+        self._peers, self._left_out = contenders.find(options.peers, mpi, self._on_host, others)
 
-def _contenders(
-    comm: Communicator, options: argparse.Namespace, mpi: Any
-) -> tuple[contenders.Ours, list[contenders.Contender], dict[str, str]]:
-    """ipcreduce, the other libraries, and the reasons why some of them are left out."""
-    on_host = comm.backend == "mpi"
-    if options.op == norms.OP:
-        others = norms.peers(comm, options.algorithm)
-        return norms.Ours(comm), *contenders.find(options.peers, mpi, on_host, others)
-    return contenders.Ours(comm), *contenders.find(options.peers, mpi, on_host)
+    def measure(self) -> dict[str, Any]:
+        """Measure every size. :raises IpcReduceError: on every rank, if a result is wrong."""
+        comm, options, mpi = self._comm, self._options, self._mpi
+        result: dict[str, Any] = report.header(["-m", "ipcreduce", *sys.argv[1:]])
+        result |= {"left_out": self._left_out, "rows": []}
+        with nullcontext() if self._on_host else cupy_runtime.load().cuda.Stream(non_blocking=True):
+            limit = Limit.measure(comm, mpi, options.replays, options.calls) if comm.backend == "ipc" else None
+            result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps} if limit else {}
+            bound = limit.microseconds if limit else partial(copy_microseconds, comm, mpi, options.replays)
+            for nbytes in report.progress(options.sizes, mpi):
+                message = self._message(nbytes)
+                self._check(message)
+                for mode in options.mode:
+                    row = self._row(message, mode)
+                    result["rows"].append(row | {"limit_us": bound(nbytes, message.of)} | message.fields)
+                if options.json:  # after each size, in case a later one fails
+                    output.on_rank_0(partial(report.write_json, options.json, result), mpi, "--json")
+        comm.synchronize()
+        for one in (self._ours, *self._peers):
+            one.close()
+        return result
 
+    def _message(self, nbytes: int) -> Message | norms.Message:
+        options, dtype = self._options, np.dtype(self._options.dtype)
+        if options.op == norms.OP:
+            rows = nbytes // (options.hidden * dtype.itemsize)
+            return norms.Message(rows, options.hidden, dtype, self._comm, options.quantize)
+        return Message(nbytes, dtype, self._comm, options.arrays or 0, COLLECTIVES[options.op])
 
-def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[str, Any]:
-    on_host = comm.backend == "mpi"
-    ours, peers, left_out = _contenders(comm, options, mpi)
-    result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
-    with nullcontext() if on_host else cupy_runtime.load().cuda.Stream(non_blocking=True):
-        limit = Limit.measure(comm, mpi, options.replays, options.calls) if comm.backend == "ipc" else None
-        result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps} if limit else {}
-        bound = limit.microseconds if limit else partial(copy_microseconds, mpi, options.replays, on_host)
-        for nbytes in report.progress(options.sizes, mpi):
-            message = _message(nbytes, comm, options)
-            if reason := _trouble(ours, message, mpi):
-                raise IpcReduceError(f"{message.what}, before it was timed: {reason}")
-            for peer in peers:
-                if peer.name not in left_out and (reason := _trouble(peer, message, mpi)):
-                    left_out[peer.name] = f"{reason}, at {nbytes} bytes"
-            for mode in options.mode:
-                takers = [peer for peer in peers if peer.name not in left_out]
-                takers = [peer for peer in takers if peer.prepare(message.source, message.target) is not None]
-                for peer in peers:
-                    if on_host and peer not in takers:
-                        left_out.setdefault(peer.name, f"it has no {options.dtype}")
-                runs: dict[contenders.Contender, list[_Run]] = {one: [] for one in (*takers, ours)}
-                turns = _EAGER_TURNS if mode == "eager" else 1
-                for _ in range(turns):
-                    message.renew()
-                    for one, found in runs.items():
-                        found.append(_time(one, message, mode, -(-options.replays // turns), options.calls, mpi))
-                    if not all(mpi.allgather(message.is_right())):  # the last results are ours
-                        raise IpcReduceError(f"{message.what} is wrong ({mode}, when timed)")
-                own, times = ({one.name: _usual(runs[one])[0].median for one in takers if one.own is is_own}
-                              for is_own in (True, False))  # fmt: skip
-                usual, host = _usual(runs[ours])
-                result["rows"].append({
-                    "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
-                    "ours_us": usual.median, "ours_min_us": usual.least, "ours_p99_us": usual.p99,
-                    "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, usual.median, comm.size),
-                    "algorithm": None if on_host else ours.algorithm(mode, message.source), "arrays": options.arrays,
-                    "limit_us": bound(nbytes),
-                    "peers_us": times, "own_us": own, **message.fields,
-                })  # fmt: skip
-            if options.json:  # after each size, in case a later one fails
-                output.on_rank_0(partial(report.write_json, options.json, result), mpi, "--json")
-    comm.synchronize()
-    for one in (ours, *peers):
-        one.close()
-    return result
+    def _check(self, message: Message | norms.Message) -> None:
+        """Check all contenders' results, and leave peers out that are wrong."""
+        if reason := _trouble(self._ours, message, self._mpi):
+            raise IpcReduceError(f"{message.what}, before it was timed: {reason}")
+        for peer in self._peers:
+            if peer.name not in self._left_out and (reason := _trouble(peer, message, self._mpi)):
+                self._left_out[peer.name] = f"{reason}, at {message.nbytes} bytes"
+
+    def _row(self, message: Message | norms.Message, mode: str) -> dict[str, Any]:
+        """Time all contenders in turns. The fields of a stored row, but for the limit."""
+        comm, options, ours, nbytes = self._comm, self._options, self._ours, message.nbytes
+        runs = self._runs(message, mode)
+        usual, host = _usual(runs.pop(ours))
+        own, times = ({one.name: _usual(found)[0].median for one, found in runs.items() if one.own is is_own}
+                      for is_own in (True, False))  # fmt: skip
+        return {
+            "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
+            "ours_us": usual.median, "ours_min_us": usual.least, "ours_p99_us": usual.p99,
+            "host_us": host and host.median,
+            "bus_GBps": report.bus_gbps(nbytes, usual.median, comm.size, message.of),
+            "algorithm": None if self._on_host else ours.algorithm(mode, message.source), "arrays": options.arrays,
+            "peers_us": times, "own_us": own,
+        }  # fmt: skip
+
+    def _runs(self, message: Message | norms.Message, mode: str) -> dict[contenders.Contender, list[_Run]]:
+        """The times of each contender that takes such arrays. Ours is the last one, whose results are checked."""
+        options, takers = self._options, []
+        for peer in self._peers:
+            if peer.name in self._left_out:
+                continue
+            if peer.prepare(message.source, message.target) is not None:
+                takers.append(peer)
+            elif self._on_host:
+                self._left_out[peer.name] = f"it has no {options.dtype}"
+        runs: dict[contenders.Contender, list[_Run]] = {one: [] for one in (*takers, self._ours)}
+        turns = _EAGER_TURNS if mode == "eager" else 1
+        for _ in range(turns):
+            message.renew()
+            for one, found in runs.items():
+                found.append(_time(one, message, mode, -(-options.replays // turns), options.calls, self._mpi))
+            if not all(self._mpi.allgather(message.is_right())):
+                raise IpcReduceError(f"{message.what} is wrong ({mode}, when timed)")
+        return runs
 
 
 def _trouble(one: contenders.Contender, message: Message | norms.Message, mpi: Any) -> str:

@@ -1,7 +1,8 @@
-"""The all-reduces that bench times: ipcreduce's; on GPUs those of CuPy and PyTorch; on the host that of MPI.
+"""The libraries that bench times: ipcreduce; on GPUs NCCL by CuPy, and PyTorch; on the host MPI.
 
-Each contender sums ``source`` over the ranks into ``target``. Both are CuPy arrays, used on CuPy's current stream, or
-both are NumPy arrays, or both are lists of such arrays. PyTorch is imported when one of its contenders is asked for.
+Each contender makes a :class:`Collective` of ``source`` into ``target``, as far as it has it. Both are CuPy arrays,
+used on CuPy's current stream, or both are NumPy arrays, or both are lists of such arrays. PyTorch is imported when one
+of its contenders is asked for.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from ..cuda import cupy_runtime
 from ..dtypes import kind_name
 from ..graphs.graph import Graph
 from ..graphs.session import session_of
+from ..ipc import parts
 from . import timing
+from .collectives import ALLREDUCE, ROOT, Collective
 
 _NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
-_NCCL_SUM = 0
 _MPI_TYPES = {"float32": "FLOAT", "float64": "DOUBLE"} | {
     f"{sign}int{bits}": f"{sign}int{bits}_t".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
@@ -36,7 +38,7 @@ def as_lists(source: Any, target: Any) -> tuple[list[Any], list[Any]]:
 
 
 class Contender(ABC):
-    """An implementation of all-reduce."""
+    """An implementation of a collective."""
 
     name: str
     own = False  # a part of ipcreduce, and no peer
@@ -66,12 +68,15 @@ class Ours(Contender):
 
     name = "ours"
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, of: Collective = ALLREDUCE) -> None:
+        self._comm, self._of = comm, of
         self._graph: Graph | None = None
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any]:
-        return lambda: self._comm.allreduce(source, out=target)
+        call = getattr(self._comm, self._of.name)
+        if self._of.in_place:
+            return lambda: call(target)
+        return lambda: call(source, out=target)
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
         self._close_graph()
@@ -86,6 +91,8 @@ class Ours(Contender):
         if mode == "graph" and self._graph is not None:
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
         backend = session_of(self._comm).require_backend("bench")
+        if self._of is not ALLREDUCE:
+            return parts.KERNELS[self._of.what] if backend.name == "ipc" else backend.name
         arrays = source if isinstance(source, list) else [source]
         members = tuple(Member(array.shape, kind_name(array.dtype, "sum")) for array in arrays)
         return backend.prepare(Request("sum", members, is_list=isinstance(source, list))).by
@@ -103,8 +110,8 @@ class CupyNccl(Contender):
 
     name = "nccl"
 
-    def __init__(self, mpi: Any) -> None:
-        self._nccl = cupy_runtime.nccl()
+    def __init__(self, mpi: Any, of: Collective = ALLREDUCE) -> None:
+        self._nccl, self._of = cupy_runtime.nccl(), of
         identity = mpi.bcast(self._nccl.get_unique_id() if mpi.Get_rank() == 0 else None)
         self._comm = self._nccl.NcclCommunicator(mpi.Get_size(), identity, mpi.Get_rank())
 
@@ -113,18 +120,19 @@ class CupyNccl(Contender):
         kind = _NCCL_TYPES.get(sources[0].dtype.name)
         if kind is None:
             return None
-        calls = [
-            (one.data.ptr, other.data.ptr, one.size, kind, _NCCL_SUM)
+        stream, (name, further) = cupy_runtime.stream_of()[0], self._of.nccl
+        calls = [  # the count is that of the shorter array
+            partial(getattr(self._comm, name), one.data.ptr, other.data.ptr, min(one.size, other.size), kind, *further,
+                    stream)
             for one, other in zip(sources, targets, strict=True)
-        ]
-        stream = cupy_runtime.stream_of()[0]
+        ]  # fmt: skip
         if not isinstance(source, list):
-            return lambda: self._comm.allReduce(*calls[0], stream)
+            return calls[0]
 
         def group() -> None:
             self._nccl.groupStart()
-            for arguments in calls:
-                self._comm.allReduce(*arguments, stream)
+            for call in calls:
+                call()
             self._nccl.groupEnd()
 
         return group
@@ -177,18 +185,28 @@ class _Torch(Contender):
 
 
 class TorchNccl(_Torch):
-    """torch.distributed.all_reduce, which only works in place, on a copy. A list goes to all_reduce_coalesced."""
+    """torch.distributed over NCCL. all_reduce only works in place, on a copy. Lists go to all_reduce_coalesced."""
 
     name = "torch_nccl"
 
+    def __init__(self, mpi: Any, of: Collective = ALLREDUCE) -> None:
+        super().__init__(mpi)
+        self._of = of
+
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
-        sources, targets = as_lists(source, target)
-        for one, other in zip(sources, targets, strict=True):
-            other[...] = one
-        tensors, distributed = [self._tensor(other) for other in targets], self._torch.distributed
+        distributed = self._torch.distributed
+        if self._of is ALLREDUCE:
+            sources, targets = as_lists(source, target)
+            for one, other in zip(sources, targets, strict=True):
+                other[...] = one
+            tensors = [self._tensor(other) for other in targets]
+            if isinstance(source, list):
+                return partial(distributed.all_reduce_coalesced, tensors)
+            return partial(distributed.all_reduce, tensors[0])
         if isinstance(source, list):
-            return lambda: distributed.all_reduce_coalesced(tensors)
-        return lambda: distributed.all_reduce(tensors[0])
+            return None
+        further = ROOT if self._of.in_place else self._tensor(source)
+        return partial(getattr(distributed, self._of.torch), self._tensor(target), further)
 
 
 class TorchSymmetric(_Torch):
@@ -231,28 +249,31 @@ class TorchSymmetric(_Torch):
 
 
 class Mpi(Contender):
-    """MPI's Allreduce, which has no 16-bit floats. A list is a call for each array."""
+    """MPI, which reduces no 16-bit floats. A list is a call for each array."""
 
     name = "mpi"
 
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
+    def __init__(self, mpi: Any, of: Collective = ALLREDUCE) -> None:
+        self._mpi, self._of = mpi, of
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
         from mpi4py import MPI
 
         sources, targets = as_lists(source, target)
         name = sources[0].dtype.name
-        if name not in _MPI_TYPES:
+        if not self._of.moves and name not in _MPI_TYPES:
             return None
-        kind = getattr(MPI, _MPI_TYPES[name])
-        pairs = [([one, kind], [other, kind]) for one, other in zip(sources, targets, strict=True)]
+        kind = MPI.BYTE if self._of.moves else getattr(MPI, _MPI_TYPES[name])
+        method, calls = getattr(self._mpi, self._of.mpi), []
+        for pair in zip(sources, targets, strict=True):
+            buffers = [[one.view("u1") if self._of.moves else one, kind] for one in pair]
+            calls.append(partial(method, *self._of.arguments(*buffers)))
         if not isinstance(source, list):
-            return lambda: self._mpi.Allreduce(*pairs[0])
+            return calls[0]
 
         def one_by_one() -> None:
-            for pair in pairs:
-                self._mpi.Allreduce(*pair)
+            for call in calls:
+                call()
 
         return one_by_one
 
@@ -265,6 +286,15 @@ PEERS: dict[str, Make] = {
     "torch_symm_two_shot": lambda mpi: TorchSymmetric(mpi, "two_shot"),
 }
 HOST_PEERS: dict[str, Make] = {"mpi": Mpi}
+
+
+def peers_of(of: Collective, on_host: bool) -> dict[str, Make]:
+    """The peers that have a collective."""
+    if of is ALLREDUCE:
+        return HOST_PEERS if on_host else PEERS
+    if on_host:
+        return {Mpi.name: partial(Mpi, of=of)}
+    return {CupyNccl.name: partial(CupyNccl, of=of), TorchNccl.name: partial(TorchNccl, of=of)}
 
 
 def known() -> list[str]:
@@ -283,21 +313,19 @@ def attempt(action: Callable[[], Any], mpi: Any) -> tuple[Any, str]:
 
 
 def find(
-    names: list[str] | None, mpi: Any, on_host: bool, peers: Mapping[str, Make] | None = None
+    names: list[str] | None, mpi: Any, on_host: bool, peers: Mapping[str, Make]
 ) -> tuple[list[Contender], dict[str, str]]:  # fmt: skip
     """The named peers that work on every rank, and for each other peer the reason why it does not. Collective.
 
-    :param names: None for all that take such arrays.
+    :param names: None for all of ``peers``, which are those that there are.
     :param on_host: whether they are to take NumPy arrays.
-    :param peers: those that there are; None for those that only add.
     """
-    why = f"it takes {'GPU' if on_host else 'NumPy'} arrays" if peers is None else "it is not timed with this --op"
-    if peers is None:
-        peers = HOST_PEERS if on_host else PEERS
     found, left_out = [], {}
+    elsewhere = PEERS if on_host else HOST_PEERS
     for name in peers if names is None else names:
         if name not in peers:
-            left_out[name] = why
+            takes = f"it takes {'GPU' if on_host else 'NumPy'} arrays"
+            left_out[name] = takes if name in elsewhere else "it is not timed with this --op"
             continue
         peer, reason = attempt(partial(peers[name], mpi), mpi)
         if reason:

@@ -1,8 +1,8 @@
-"""A lower bound on a machine's all-reduce time: L(n, S) = flag barrier + wire bytes / push bandwidth.
+"""A lower bound on a collective's time on a machine: flag barrier + wire bytes / push bandwidth.
 
-Wire bytes are the bytes that leave each rank: the smaller of (n-1) S, in one hop, and 2 (n-1)/n S, in two.
-For host arrays, and over NCCL, whose number of hops is unknown, the bound is the time in which every rank copies the
-message, all at once: all input is read, and all output written.
+Wire bytes are the bytes that leave each rank at least (``Collective.wire``): of an all-reduce of S bytes the smaller of
+(n-1) S, in one hop, and 2 (n-1)/n S, in two. For host arrays, and over NCCL, whose number of hops is unknown, the bound
+is the time in which every rank copies as many bytes as it has to read and write, all at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..graphs.session import session_of
 from ..ipc import plan
 from ..ipc.backend import IpcBackend
 from . import timing
+from .collectives import ALLREDUCE, Collective
 
 _PUSH_BYTES = 64 << 20  # to each peer, in the bandwidth measurement
 _COPIES = 20  # in a graph
@@ -45,11 +46,9 @@ class Limit:
     barrier_us: float
     push_gbps: float
 
-    def microseconds(self, nbytes: int) -> float:
-        """The limit for a message of ``nbytes`` bytes, in microseconds."""
-        n = self.ranks
-        wire = min((n - 1) * nbytes, 2 * (n - 1) * nbytes / n)
-        return self.barrier_us + wire / self.push_gbps / 1e3
+    def microseconds(self, nbytes: int, of: Collective = ALLREDUCE) -> float:
+        """The limit for messages of ``nbytes`` bytes, in microseconds."""
+        return self.barrier_us + of.wire(self.ranks) * nbytes / self.push_gbps / 1e3
 
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int, calls: int | None = None) -> Limit:
@@ -74,10 +73,11 @@ class Limit:
         return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)
 
 
-def copy_microseconds(mpi: Any, rounds: int, on_host: bool, nbytes: int) -> float:
-    """The limit of host arrays and of NCCL: the time in which all ranks copy ``nbytes`` bytes at once. Collective."""
+def copy_microseconds(comm: Communicator, mpi: Any, rounds: int, nbytes: int, of: Collective) -> float:
+    """The limit of host arrays and of NCCL: the time in which all ranks copy what they have to. Collective."""
+    on_host, copied = comm.backend == "mpi", int(of.copied(comm.size) * nbytes)
     library = np if on_host else cupy_runtime.load()
-    source, target = library.zeros(nbytes, np.uint8), library.zeros(nbytes, np.uint8)
+    source, target = library.zeros(copied, np.uint8), library.zeros(copied, np.uint8)
     if on_host:
         return timing.on_host(lambda: np.copyto(target, source), rounds, mpi).median
     graph = timing.captured(lambda: operator.setitem(target, ..., source), _COPIES)

@@ -23,6 +23,7 @@ from ..device.prepared import Prepared
 from ..graphs.session import session_of
 from ..ipc.backend import IpcBackend
 from . import contenders
+from .collectives import ALLREDUCE
 
 OP = "allreduce_rmsnorm"
 DTYPES = tuple(ITEMSIZES)
@@ -56,7 +57,7 @@ class Message:
         scales = QUANTIZE[quantize]
         shape = self._shape = NormShape(rows, hidden, dtype.name, _EPS, 0.0, True, scales, keeps_y=not scales)
         self._dtype, self._rank, self._ranks, self._turn = dtype, comm.rank, comm.size, 0
-        self.nbytes, self.on_host = shape.nbytes, comm.backend == "mpi"
+        self.nbytes, self.on_host, self.of = shape.nbytes, comm.backend == "mpi", ALLREDUCE
         self.fields = {"op": OP, "rows": rows, "hidden": hidden, "quantize": quantize}
         self.what = f"the RMSNorm of {rows} rows"
         library = np if self.on_host else cupy_runtime.load()

@@ -18,6 +18,7 @@ from ..cuda import driver
 from ..errors import IpcReduceError, UnsupportedError, installing
 from ..ranks.launchers import library
 from . import output
+from .collectives import ALLREDUCE, Collective
 
 _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")
 _MODES = {"graph": "in CUDA graphs", "eager": "eager calls"}  # for titles of a plot
@@ -53,9 +54,9 @@ def _processor() -> str:
     return models[0] if models else platform.machine()  # Arm has no such line
 
 
-def bus_gbps(nbytes: int, microseconds: float, ranks: int) -> float:
-    """Bus bandwidth in 1e9 bytes a second: S/t * 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
-    return nbytes / microseconds / 1e3 * 2 * (ranks - 1) / ranks
+def bus_gbps(nbytes: int, microseconds: float, ranks: int, of: Collective = ALLREDUCE) -> float:
+    """Bus bandwidth in 1e9 bytes a second: of an all-reduce S/t * 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
+    return nbytes / microseconds / 1e3 * of.bus(ranks)
 
 
 def ranks_text(n: int) -> str:

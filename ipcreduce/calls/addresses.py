@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array as packed
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import NamedTuple
@@ -22,6 +22,11 @@ def addresses_of(members: Sequence[int]) -> Addresses:
 def numbers_of(words: bytes) -> list[int]:
     """The addresses as numbers, by member."""
     return memoryview(words).cast("Q").tolist()
+
+
+def pairs_of(places: Places) -> Iterator[tuple[int, int]]:
+    """Source and target of each member."""
+    return zip(*(numbers_of(words) for words, _ in places), strict=True)
 
 
 class NormAddresses(NamedTuple):

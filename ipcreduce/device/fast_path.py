@@ -54,7 +54,7 @@ class FastPath:
         self._abort_word, self._recorder = page.abort_word, page.calls
         lists, maps, norms = ListHits(cache), MapHits(cache), NormHits(cache)
         plain = PlainHits(cache, lists)
-        splits = SplitHits(cache, page.rank, page.n)
+        splits = SplitHits(cache, lists, page.rank, page.n)
         cache.kinds |= {PlainCall: plain, ListCall: lists, MapCall: maps, NormCall: norms, SplitCall: splits}
         self.find, self.find_map, self.find_norm, self.find_split = plain.find, maps.find, norms.find, splits.find
         ring = page.calls  # these objects are never replaced; only their contents change

@@ -19,7 +19,7 @@ from ..ranks.mpi import MpiRanks
 from .shared import split_alone
 
 if TYPE_CHECKING:
-    from ..arrays.host_splits import HostSplitArray as SplitArray
+    from ..arrays.host_splits import SplitParts
 
 _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
@@ -53,7 +53,7 @@ class MpiReducer:
                 result[begin : begin + step] = reduce(part, op, wait)
         return result.reshape(array.shape)
 
-    def split(self, one: SplitArray, call: int, interrupt: Callable[[], None]) -> None:
+    def split(self, one: SplitParts, call: int, interrupt: Callable[[], None]) -> None:
         """Exchange the parts of an array. See :meth:`allreduce`."""
         wait, n = self._waiting(call, interrupt), self._ranks.size
         if n == 1:
@@ -65,18 +65,18 @@ class MpiReducer:
             sources, targets = ([part[begin : begin + step] for part in parts] for parts in (one.sources, one.targets))
             way(one, sources, targets, wait)
 
-    def _broadcast(self, one: SplitArray, _: list[Array], targets: list[Array], wait: Wait) -> None:
+    def _broadcast(self, one: SplitParts, _: list[Array], targets: list[Array], wait: Wait) -> None:
         assert one.root is not None
         wait(self._mpi.Ibcast(targets[one.root], one.root))
 
-    def _gather(self, _: SplitArray, sources: list[Array], targets: list[Array], wait: Wait) -> None:
+    def _gather(self, _: SplitParts, sources: list[Array], targets: list[Array], wait: Wait) -> None:
         counts = [target.size for target in targets]
         received = np.empty(sum(counts), np.uint8)
         wait(self._mpi.Iallgatherv(sources[0], [received, _places(counts)]))
         for target, part in zip(targets, np.split(received, np.cumsum(counts)[:-1]), strict=True):
             target[:] = part
 
-    def _scatter(self, one: SplitArray, sources: list[Array], targets: list[Array], wait: Wait) -> None:
+    def _scatter(self, one: SplitParts, sources: list[Array], targets: list[Array], wait: Wait) -> None:
         n, (target,) = self._ranks.size, targets
         received = np.empty((n, target.size), target.dtype)
         counts, own = [source.nbytes for source in sources], [target.nbytes] * n

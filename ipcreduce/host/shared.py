@@ -18,7 +18,7 @@ from ..dtypes import reduce
 from .segment import Segment
 
 if TYPE_CHECKING:
-    from ..arrays.host_splits import HostSplitArray as SplitArray
+    from ..arrays.host_splits import SplitParts
 
 Check = Callable[[list[int]], None]
 Array = np.ndarray[Any, Any]
@@ -99,7 +99,7 @@ class SharedReducer(Backend):
             target[share] = result
 
     # ---- arrays that are split
-    def split(self, one: SplitArray, check: Check, agreed: Callable[[], None]) -> None:
+    def split(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
         """Exchange the parts of an array. See :meth:`allreduce`."""
         if self._n == 1:
             split_alone(one)
@@ -108,7 +108,7 @@ class SharedReducer(Backend):
         else:
             self._gather(one, check, agreed)
 
-    def _gather(self, one: SplitArray, check: Check, agreed: Callable[[], None]) -> None:
+    def _gather(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
         (source,), targets = one.sources, one.targets
         for begin, length, places in self._turns(max(map(len, targets)), 1, check):
             part = source[begin : begin + length]
@@ -122,7 +122,7 @@ class SharedReducer(Backend):
                 part = target[begin : begin + length]
                 part[:] = place[: part.size]
 
-    def _scatter(self, one: SplitArray, check: Check, agreed: Callable[[], None]) -> None:
+    def _scatter(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
         """The target may be this rank's own source: of that a chunk is read before it is written."""
         rank, n, (target,) = self._rank, self._n, one.targets
         unit = n * target.itemsize
@@ -168,7 +168,7 @@ def _nothing() -> None:
     pass
 
 
-def split_alone(one: SplitArray) -> None:
+def split_alone(one: SplitParts) -> None:
     """Do what :meth:`SharedReducer.split` does where there is one rank."""
     ((source,), (target,)) = one.sources, one.targets
     if one.op:

@@ -12,7 +12,8 @@ from ..cuda import driver
 from ..device.arguments import BYTES, IN, OUT, OUTS, Setter, Words
 from ..device.prepared import Start
 from ..types import Stream
-from .lists import ListPlan, ListStep
+from . import lists
+from .lists import ListPlan
 from .plan import PACKET_BYTES
 from .workspace import Workspace
 
@@ -97,7 +98,7 @@ class BulkListStep:
     ) -> None:  # fmt: skip
         """``length``: of the list."""
         inward.args[_IS_INWARD] = 1
-        self._inward, self._outward = ListStep(planned, inward, length), ListStep(planned, outward, length)
+        self._inward, self._outward = lists.step(planned, inward, length), lists.step(planned, outward, length)
         self._exchange = exchange
         there = int(exchange.args[OUTS]) + PACKET_BYTES * planned.first.astype(np.uint64)
         self._in_area = there.tobytes(), int(np.bitwise_or.reduce(there))

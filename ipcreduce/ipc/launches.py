@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..calls.addresses import Places, numbers_of
+from ..calls.addresses import Places, pairs_of
 from ..calls.request import NormShape, Request
 from ..cuda import cupy_runtime, driver
 from ..cuda.expressions import Expression
@@ -54,12 +54,12 @@ class Launches:
         """
         if isinstance(request.epilogue, NormShape):
             return self.fused(request) if self.fuses else None
+        if self._workspace.n == 1:
+            return None if request.epilogue else _alone(request)
         if request.split is not None:
             return self._of_parts(request)
         if request.is_list:
             return self._of_list(request)
-        if self._workspace.n == 1:
-            return None if request.epilogue else _prepared(request, [OwnStep(partial(_copy, request.nbytes))])
         ((_, kind),) = request.members
         steps = self._planned(request.nbytes, request.sms)
         self._load_all(kind, steps, expression=request.epilogue, op=request.op)
@@ -121,9 +121,6 @@ class Launches:
         return self.kernels.launch(kernel, step.grid, step.block, args)
 
     def _of_list(self, request: Request) -> Prepared:
-        nbytes = [one.nbytes for one in request.members]
-        if self._workspace.n == 1:
-            return _prepared(request, [OwnStep(partial(_copy_list, nbytes))])
         launches: list[Step] = []
         names: list[str] = []
         for kind in dict.fromkeys(one.kind for one in request.members):
@@ -132,24 +129,23 @@ class Launches:
             for most in {one.parts for one in planned}:
                 self._load_all(kind, [one.step for one in planned if one.parts == most], most)
             for one in planned:
-                launches.append(self._list_step(one, kind, request.op, len(nbytes)))
+                launches.append(self._list_step(one, kind, request.op, len(request.members)))
                 names.append(one.step.algorithm)
         return _prepared(request, launches, names)
 
     def _list_step(self, one: lists.ListPlan, kind: str, op: str, length: int) -> Step:
         table, parts = lists.table(one), one.parts
         if one.step.algorithm != plan.BULK:
-            return lists.ListStep(one, self.launch(one.step, kind, op, table=table, parts=parts), length)
+            return lists.step(one, self.launch(one.step, kind, op, table=table, parts=parts), length)
         inward, outward = (self._copy(one.step, kind, table=table, parts=parts) for _ in range(2))
         return bulk.BulkListStep(one, inward, self._exchange(one.step, kind, op), outward, length)
 
     def _of_parts(self, request: Request) -> Prepared:
         """All-gather, broadcast or reduce-scatter: a launch for all arrays that are reduced as one dtype."""
         assert request.split is not None
-        if self._workspace.n == 1:
-            return _prepared(request, [OwnStep(partial(_copy_each, [one.nbytes for one in request.members]))])
         n, collective = self._workspace.n, request.split.collective
         name, op = parts.KERNELS[collective], request.op or "sum"
+        length = len(request.members) if request.is_list else None
         most = min(plan.packets_of_rows(n - 1, self._workspace.half_bytes), plan.LAUNCH_PACKETS)
         steps: list[Step] = []
         for dtype, kind, rows in parts.together(request, n):
@@ -162,7 +158,7 @@ class Launches:
                 args[BYTES] = one.longest * plan.PACKET_BYTES
                 shape = plan.parts_shape(one.longest, n, self.resident, self.sharing, request.sms)
                 launch = self.kernels.launch(Kernel(name, dtype, op, members=parts.places(one)), *shape, args)
-                steps.append(KernelStep(launch, parts.setter(one, args.data, gathers=name == "gather")))
+                steps.append(parts.step(one, launch, gathers=name == "gather", length=length))
         return _prepared(request, steps, [name] * len(steps))
 
     def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
@@ -286,17 +282,17 @@ def _prepared(request: Request, steps: Sequence[Step], by: Sequence[str] = (), a
 
 
 # ---- a world of one rank
+def _alone(request: Request) -> Prepared:
+    copy = partial(_copy_list, [one.nbytes for one in request.members]) if request.is_list else None
+    return _prepared(request, [OwnStep(copy or partial(_copy, request.nbytes))])
+
+
 def _copy(nbytes: int, addresses: Sequence[int], stream: Stream) -> None:
     source, target = addresses
     if target != source and nbytes:
         cupy_runtime.copy(target, source, nbytes, stream)
 
 
-def _copy_each(nbytes: Sequence[int], addresses: Sequence[int], stream: Stream) -> None:
-    for index, one in enumerate(nbytes):
-        _copy(one, addresses[2 * index : 2 * index + 2], stream)
-
-
 def _copy_list(nbytes: Sequence[int], places: Places, stream: Stream) -> None:
-    for one in zip(nbytes, *(numbers_of(words) for words, _ in places), strict=True):
-        _copy(one[0], one[1:], stream)
+    for one, pair in zip(nbytes, pairs_of(places), strict=True):
+        _copy(one, pair, stream)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..calls.addresses import Addresses, Places
 from ..cuda import driver
-from ..device.arguments import ARG_WORDS, IN, OUT, Words, part_table
+from ..device.arguments import ARG_WORDS, IN, OUT, Setter, Words, part_table
 from ..device.prepared import Start
 from ..types import Stream
 from .plan import PACKET_BYTES, LaunchPlan
@@ -82,22 +82,40 @@ def table(plan: ListPlan) -> Words:
     return part_table(plan.parts, plan.first, plan.nbytes)
 
 
+def setter(plan: ListPlan, args: Words) -> Setter:
+    """For :data:`Places` by part."""
+    words, count = args.data, len(plan.members)
+    ins, targets = (args[at : at + count].data.cast("B") for at in (ARG_WORDS, ARG_WORDS + plan.parts))
+    odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
+
+    def set_parts(parts: Places) -> None:
+        (read, read_bits), (written, written_bits) = parts
+        ins[:], words[IN] = read, read_bits | odd  # by which the kernel sees alignment
+        targets[:], words[OUT] = written, written_bits
+
+    return set_parts
+
+
+def step(plan: ListPlan, launch: driver.Launch, length: int) -> ListStep:
+    """One launch of an all-reduce of a list of this length."""
+    return ListStep(launch, setter(plan, launch.args), plan.members, (plan.offsets, plan.offsets), length)
+
+
 class ListStep:
-    """One launch of a list: see :class:`Step`. Its addresses are :data:`Places`, by member of the list."""
+    """One launch of a list: see :class:`Step`. Its addresses are :data:`Places`, by member of the list.
 
-    __slots__ = ("_every", "_ins", "_odd", "_of", "_targets", "_words", "launch", "plan", "start")
+    :param set_parts: sets the places by part in the launch's arguments.
+    :param members: by part, the index of its array. :param before: bytes of source and target that come before it.
+    :param length: of the list.
+    """
 
-    def __init__(self, plan: ListPlan, launch: driver.Launch, length: int) -> None:
-        """``length``: of the list."""
-        self.launch, self.plan, self._of = launch, plan.step, plan
-        args, count, (ins, targets) = launch.args, len(plan.members), (ARG_WORDS, ARG_WORDS + plan.parts)
-        self._words = args.data
-        self._ins, self._targets = (
-            args[ins : ins + count].data.cast("B"),
-            args[targets : targets + count].data.cast("B"),
-        )
-        self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
-        self._every = count == length and not plan.offsets.any()  # each member is a part
+    __slots__ = ("_before", "_every", "_members", "_set_parts", "launch", "start")
+
+    def __init__(
+        self, launch: driver.Launch, set_parts: Setter, members: Numbers, before: tuple[Words, Words], length: int
+    ) -> None:
+        self.launch, self._set_parts, self._members, self._before = launch, set_parts, members, before
+        self._every = len(members) == length and not any(one.any() for one in before)  # each member is a part
         self.start: Start = self.start_parts if self._every else self._start
 
     def set(self, places: Places) -> None:
@@ -120,16 +138,11 @@ class ListStep:
         """The places by part."""
         if self._every:
             return places
-        sources, targets = places
-        read = self._parts_of(sources)
-        return read, read if targets is sources else self._parts_of(targets)
+        (sources, targets), (of_source, of_target) = places, self._before
+        read = self._parts_of(sources, of_source)
+        return read, read if targets is sources else self._parts_of(targets, of_target)
 
-    def _parts_of(self, members: Addresses) -> Addresses:
+    def _parts_of(self, members: Addresses, before: Words) -> Addresses:
         words, bits = members
-        there = np.frombuffer(words, np.uint64)[self._of.members] + self._of.offsets
+        there = np.frombuffer(words, np.uint64)[self._members] + before
         return there.tobytes(), int(np.bitwise_or.reduce(there)) if bits % PACKET_BYTES else bits
-
-    def _set_parts(self, parts: Places) -> None:
-        (read, read_bits), (written, written_bits) = parts
-        self._ins[:], self._words[IN] = read, read_bits | self._odd  # by which the kernel sees alignment
-        self._targets[:], self._words[OUT] = written, written_bits

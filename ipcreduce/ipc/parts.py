@@ -10,11 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import numpy as np
 
+from ..calls.addresses import Places
 from ..calls.request import Request, Rows, unit_of
+from ..cuda import driver
 from ..device.arguments import ARG_WORDS, IN, Setter, Words
+from ..device.prepared import KernelStep, Step
 from ..dtypes import reduced_as
 from . import lists
 from .plan import BYTES, PACKET_BYTES
@@ -136,23 +140,44 @@ def together(request: Request, n: int) -> Iterator[tuple[str, str, dict[int, Row
         yield reduced_as(kind), kind, every
 
 
-def setter(plan: Plan, words: memoryview, *, gathers: bool) -> Setter:
-    """For the addresses of source and target of each array of a call, one behind the other.
+def step(plan: Plan, launch: driver.Launch, *, gathers: bool, length: int | None) -> Step:
+    """One launch of a call on a list of this length; None for one array.
 
     :param gathers: the source is the part, and the target the whole array; else it is the other way round.
     """
-    steps, found = 0, []  # the word, the index of the address, and the bytes before
-    for index, piece in enumerate(plan.pieces):
-        word = ARG_WORDS + TABLE_WORDS + index * MEMBER_WORDS
-        part, whole = 2 * piece.member + (not gathers), 2 * piece.member + gathers
-        found += [(word + _PART, part, piece.part), (word + _WHOLE, whole, piece.whole)]
+    begin, order, steps = ARG_WORDS + TABLE_WORDS, 1 if gathers else -1, 0
+    for piece in plan.pieces:
         steps |= reduce(or_, (*piece.rows.offsets, *piece.rows.widths), piece.rows.pitch)
+    at = (begin + _PART, begin + _WHOLE)[::order]
+    before = [(piece.part, piece.whole)[::order] for piece in plan.pieces]
+    if length is None:
+        return KernelStep(launch, _setter(launch.args.data, at, before[0], steps))
+    of_source, of_target = (np.array(one, np.uint64) for one in zip(*before, strict=True))
+    members = np.array([piece.member for piece in plan.pieces])
+    set_parts = _list_setter(launch.args.data, at, len(members), steps)
+    return lists.ListStep(launch, set_parts, members, (of_source, of_target), length)
+
+
+def _setter(words: memoryview, at: tuple[int, ...], before: tuple[int, ...], steps: int) -> Setter:
+    """For the addresses (source, target) of one array. ``at``: their words. ``before``: the bytes before each."""
+    (read, written), (of_source, of_target) = at, before
 
     def set_addresses(addresses: Sequence[int]) -> None:
-        bits = steps
-        for word, index, skipped in found:
-            words[word] = address = addresses[index] + skipped
-            bits |= address
-        words[IN] = bits  # by which the kernel sees alignment
+        words[read] = source = addresses[0] + of_source
+        words[written] = target = addresses[1] + of_target
+        words[IN] = source | target | steps  # by which the kernel sees alignment
 
     return set_addresses
+
+
+def _list_setter(words: memoryview, at: tuple[int, ...], count: int, steps: int) -> Setter:
+    """For :data:`Places` by piece. ``at``: the words of the first one."""
+    read, written = (words[one : one + count * MEMBER_WORDS : MEMBER_WORDS] for one in at)
+    form: Any = words.format
+
+    def set_parts(parts: Places) -> None:
+        (sources, read_bits), (targets, written_bits) = parts
+        read[:], written[:] = memoryview(sources).cast(form), memoryview(targets).cast(form)
+        words[IN] = read_bits | written_bits | steps
+
+    return set_parts

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import clock
-from ..calls.addresses import Places, numbers_of
+from ..calls.addresses import Places, pairs_of
 from ..calls.faults import raise_lost
 from ..calls.request import Member, Request
 from ..cuda import driver
@@ -124,7 +124,7 @@ class NcclBackend(DeviceBackend):
 
         return Prepared(
             request=request, what=request.what, by=self.name, nbytes=request.nbytes, steps=(OwnStep(start, bind),),
-            through=tuple(wider), packed=request.split is not None,
+            through=tuple(wider), packed=splits.packs(request, self.n),
         )  # fmt: skip
 
     def _bound(self, part: _Part, addresses: Sequence[int]) -> tuple[Start, Any]:
@@ -132,12 +132,12 @@ class NcclBackend(DeviceBackend):
             return self.nccl.group, []
         return self.nccl.all_reduce, (*addresses, *part)
 
-    def _bound_split(self, request: Request, wider: Sequence[Any], addresses: Sequence[int]) -> tuple[Start, Any]:
+    def _bound_split(self, request: Request, wider: Sequence[Any], addresses: Any) -> tuple[Start, Any]:
         return self.nccl.group, [*splits.calls(request, self.n, self.rank, addresses, wider)]
 
     def _bound_list(self, parts: Sequence[_Part], places: Places) -> tuple[Start, Any]:
-        every = zip(*(numbers_of(words) for words, _ in places), parts, strict=True)
-        return self.nccl.group, [("all_reduce", (*there, *part)) for *there, part in every if part[0]]
+        every = zip(pairs_of(places), parts, strict=True)
+        return self.nccl.group, [("all_reduce", (*pair, *part)) for pair, part in every if part[0]]
 
     # ---- suspend and resume
     def check_suspendable(self) -> None:

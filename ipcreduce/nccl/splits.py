@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..calls.addresses import pairs_of
 from ..calls.request import Request
 from ..dtypes import KINDS, reduced_as
 from . import library
@@ -19,15 +20,21 @@ Call = tuple[str, tuple[int, ...]]  # the function of the binding, and its argum
 _BYTE = library.DTYPES["uint8"]
 
 
-def calls(request: Request, n: int, rank: int, addresses: Sequence[int], wider: Sequence[Any]) -> Iterator[Call]:
-    """The calls for arrays at these addresses: source and target of each.
+def packs(request: Request, n: int) -> bool:
+    """True if some array has several rows with a part of each rank, for which NCCL has no call."""
+    split = request.split
+    return split is not None and any(split.rows(one.shape, 1, n).rows > 1 for one in request.members)
+
+
+def calls(request: Request, n: int, rank: int, addresses: Any, wider: Sequence[Any]) -> Iterator[Call]:
+    """The calls for arrays at these addresses: see calls/addresses.py.
 
     :param wider: by array, the dtype in place of its own; else None.
     """
     split = request.split
     assert split is not None
-    for index, (one, dtype) in enumerate(zip(request.members, wider, strict=True)):
-        source, target = addresses[2 * index : 2 * index + 2]
+    pairs = pairs_of(addresses) if request.is_list else [addresses]
+    for (source, target), one, dtype in zip(pairs, request.members, wider, strict=True):
         rows = split.rows(one.shape, one.itemsize, n)
         parts = [rows.rows * width for width in rows.widths]
         if not any(parts):

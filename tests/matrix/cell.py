@@ -14,7 +14,7 @@ import numpy as np
 
 from ipcreduce import Communicator, IpcReduceError
 from tests.matrix.kind import Kind, Values
-from tests.matrix.kinds import of_backend
+from tests.matrix.kinds import KINDS
 from tests.shared import clock, reference
 from tests.shared.bounds import until
 
@@ -127,8 +127,7 @@ class Cell:
 
     def differing(self) -> list[tuple[Kind, str]]:
         """The kind's variants and another kind, with words by which an error describes them."""
-        kinds = of_backend(self.backend)
-        other = kinds[kinds.index(type(self.kind)) - 1](size=self.comm.size)
+        other = KINDS[KINDS.index(type(self.kind)) - 1](size=self.comm.size)
         return [*((replace(self.kind, **change), words) for change, words in self.kind.variants), (other, other.words)]
 
     def expect(self, kind: type[IpcReduceError], error: IpcReduceError, *words: str) -> None:

@@ -5,7 +5,6 @@ A new kind is a class, among KINDS. All values are such that sums are exact in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ import numpy as np
 from ipcreduce import FP8, Map
 from ipcreduce.ipc import plan
 from tests.matrix.kind import Kind, Values, whole
-from tests.matrix.split_kinds import AllGather, Broadcast, ReduceScatter
+from tests.matrix.split_kinds import SPLITS
 from tests.shared import norms, reference
 
 BFLOAT16 = reference.BFLOAT16
@@ -197,11 +196,4 @@ class QuantisedNorm(Norm):
     scales: str = "token"
 
 
-SPLITS: tuple[type[Kind], ...] = AllGather, ReduceScatter, Broadcast
 KINDS: tuple[type[Kind], ...] = Plain, FewBlocks, List, Expression, Norm, QuantisedNorm, *SPLITS
-LACKING: Mapping[str, tuple[type[Kind], ...]] = {"nccl": SPLITS}  # what a backend does not have
-
-
-def of_backend(backend: str) -> list[type[Kind]]:
-    """The kinds that a backend has."""
-    return [kind for kind in KINDS if kind not in LACKING.get(backend, ())]

@@ -16,7 +16,7 @@ from ipcreduce import Communicator
 from tests.matrix import gone, table
 from tests.matrix.cell import Cell, Gpu, Host
 from tests.matrix.kind import Kind
-from tests.matrix.kinds import of_backend
+from tests.matrix.kinds import KINDS
 from tests.matrix.ways import WAYS
 from tests.shared import bounds, worker
 from tests.shared.files_group import Files
@@ -71,7 +71,7 @@ def main(options: Namespace) -> None:
     if options.among:
         folder, rank, size = options.among
         among = Column(options.backend, Files(folder, int(rank), int(size)), options.sim)
-        gone.run([among.cell(kind) for kind in of_backend(options.backend)], among.make)
+        gone.run([among.cell(kind) for kind in KINDS], among.make)
     else:
         rights: list[bool] = []
         worker.run(lambda: rights.append(run(options)))
@@ -87,7 +87,7 @@ def run(options: Namespace) -> bool:
         if options.way not in way or options.kind not in kind.name:
             continue
         faulthandler.dump_traceback_later(2 * bounds.HANG, exit=True, file=sys.stdout)
-        started, found = time.monotonic(), table.why_not(options.backend, way, kind)
+        started, found = time.monotonic(), table.why_not(options.backend, way)
         if found:
             found = f"cannot be: {found}"
         elif column.run(way, kind):

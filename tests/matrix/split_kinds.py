@@ -157,3 +157,48 @@ class Broadcast(_Split):
 
     def wrong(self, given: Values) -> tuple[Values, str]:
         return {"root": self.size}, f"root is {self.size}. Pass a rank from 0 to {self.size - 1}"
+
+
+@dataclass(frozen=True)
+class AllGathers(AllGather):
+    """An all-gather of a list."""
+
+    name = "all-gather of a list"
+    words = "all-gather of 3 arrays, axis 0, no sizes="
+    variants: ClassVar = (
+        ({"axis": 1}, "all-gather of 3 arrays, axis 1"), ({"uneven": True}, "all-gather of 3 arrays, axis 0, sizes=["),
+        ({"further": _FURTHER[:1]}, "all-gather of 2 arrays"), ({"further": _FURTHER[::-1]}, "all-gather of 3 arrays"),
+        ({"further": None}, "all-gather of float32 (12, 120)"), ({"sms": 3}, " by 3 blocks"),
+    )  # fmt: skip
+    further: tuple[tuple[tuple[int, ...], Any], ...] | None = _FURTHER
+
+
+@dataclass(frozen=True)
+class ReduceScatters(ReduceScatter):
+    """A reduce-scatter of a list."""
+
+    name = "reduce-scatter of a list"
+    words = "reduce-scatter by sum of 3 arrays, axis 0, no sizes="
+    variants: ClassVar = (
+        ({"op": "max"}, "reduce-scatter by max of 3 arrays"), ({"further": _FURTHER[:1]}, "by sum of 2 arrays"),
+        ({"uneven": True}, "by sum of 3 arrays, axis 0, sizes=["), ({"further": _FURTHER[::-1]}, "by sum of 3 arrays"),
+        ({"further": None}, "reduce-scatter by sum of float32 (12, 120)"), ({"sms": 3}, " by 3 blocks"),
+    )  # fmt: skip
+    further: tuple[tuple[tuple[int, ...], Any], ...] | None = _FURTHER
+
+
+@dataclass(frozen=True)
+class Broadcasts(Broadcast):
+    """A broadcast of a list from the last rank."""
+
+    name = "broadcast of a list"
+    words = "broadcast of 3 arrays from rank "
+    variants: ClassVar = (
+        ({"first": True}, "broadcast of 3 arrays from rank 0"), ({"sms": 3}, " by 3 blocks"),
+        ({"further": _FURTHER[:1]}, "broadcast of 2 arrays"), ({"further": _FURTHER[::-1]}, "broadcast of 3 arrays"),
+        ({"further": None}, "broadcast of float32 (12, 120)"),
+    )  # fmt: skip
+    further: tuple[tuple[tuple[int, ...], Any], ...] | None = _FURTHER
+
+
+SPLITS: tuple[type[Kind], ...] = AllGather, ReduceScatter, Broadcast, AllGathers, ReduceScatters, Broadcasts

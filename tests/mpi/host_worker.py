@@ -232,6 +232,26 @@ def splits(comm: Communicator) -> None:
     split_rules.parts_have_the_bits_of_allreduce(HostModule, comm, lengths)
 
 
+def known_splits(comm: Communicator) -> None:
+    """Again and again, with other values, into new arrays and given ones; and what is wrong is refused each time."""
+    for turn in range(4):
+        for value in (turn, turn + 10):
+            x, ranks = np.full((2, 3), RANK + value, "f4"), np.repeat(np.arange(SIZE), 2)[:, None] + value
+            whole, own = np.zeros((2 * SIZE, 3), "f4"), np.zeros((2, 3), "f4")
+            assert comm.allgather(x, out=whole) is whole
+            for found in (whole, comm.allgather(x)):
+                assert (found == ranks).all(), found
+            assert comm.reduce_scatter(whole, out=own) is own
+            for found in (own, comm.reduce_scatter(whole)):
+                assert (found == SIZE * (RANK + value)).all(), found
+            sent = np.full(5, RANK + value)
+            assert comm.broadcast(sent, LAST) is sent
+            assert (sent == LAST + value).all()
+        for wrong in (False, 0.0, "0"):
+            error = error_of(lambda wrong=wrong: comm.allgather(np.ones((2, 3), "f4"), axis=wrong))
+            assert type(error) is ArgumentError, f"rank {RANK}: {error!r}"
+
+
 def lists_that_differ(comm: Communicator) -> None:
     """The ranks' lists are named by both sides; a member that one rank refuses leaves all outputs alone."""
     own = [np.ones(3), np.ones((2, 2), "f4")]
@@ -1105,7 +1125,7 @@ def no_room(*_: Any, **__: Any) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        every_kind, as_people_write, subclasses, random_calls, lists, splits, lists_that_differ,
+        every_kind, as_people_write, subclasses, random_calls, lists, splits, known_splits, lists_that_differ,
         a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, wrong_splits, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
         failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,

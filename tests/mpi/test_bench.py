@@ -39,6 +39,30 @@ def test_rows(mpirun: Run, tmp_path: Path, n: int) -> None:
         assert row["peers_us"]["mpi"] > 0
 
 
+@pytest.mark.parametrize("arrays", [0, 3])
+@pytest.mark.parametrize(("op", "what"), [
+    ("allgather", "all-gather"), ("reduce_scatter", "reduce-scatter"), ("broadcast", "broadcast"),
+])  # fmt: skip
+def test_other_collectives(mpirun: Run, tmp_path: Path, op: str, what: str, arrays: int) -> None:
+    """Beside MPI's own, also on 3 ranks. MPI moves bfloat16, too, and does not add it."""
+    kept, listed = tmp_path / "bench.json", ("--arrays", arrays) if arrays else ()
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        wanted = (*QUICK, "--op", op, "--largest", "2K", "--dtype", dtype, *listed, "--json", kept)
+        output = mpirun("ipcreduce", 3, *wanted, env=HOST).stdout
+        suffix = f" in {arrays} arrays" if arrays else ""
+        assert f"eager, 3 ranks, {what} of {dtype}{suffix}\n" in output
+        has_peer = op != "reduce_scatter" or dtype == "float32"
+        assert output.count(f"without mpi: it has no {dtype}") == (not has_peer)
+        rows = json.loads(kept.read_text())["rows"]
+        unit = 3 * itemsize if op == "reduce_scatter" else itemsize
+        assert [(row["op"], row["bytes"]) for row in rows] == [
+            (op, nbytes // unit * unit) for nbytes in (1024, 2048)
+        ]  # fmt: skip
+        for row in rows:
+            assert [*row["peers_us"]] == ["mpi"] * has_peer
+            assert row["limit_us"] > 0
+
+
 @pytest.mark.parametrize("dtype", ["float64", "int8", "uint64", "bfloat16", "float16"])
 def test_dtypes(mpirun: Run, tmp_path: Path, dtype: str) -> None:
     """MPI has no half types."""
@@ -104,6 +128,8 @@ def test_peers_of_gpus_are_left_out(mpirun: Run) -> None:
         (("bench", "--replays", "0"), "--replays: '0' is no whole number", 2),
         (("bench", "--smallest", "5", "--largest", "7"), "no power of two from --smallest to --largest", 2),
         (("bench", "--largest", "2", "--smallest", "1"), "1 to 2 bytes, has room for one float32", 2),
+        (("bench", "--op", "allgather", "--algorithm", "bulk"), "--algorithm has no meaning with --op allgather", 2),
+        (("bench", "--op", "broadcast", "--rows", "8"), "--rows has no meaning without --op allreduce_rmsnorm", 2),
         (("bench", "--hidden", "8"), "--hidden has no meaning without --op allreduce_rmsnorm", 2),
         ((*NORM, "--largest", "1M"), "--largest has no meaning with --op allreduce_rmsnorm", 2),
         ((*NORM, "--dtype", "int8"), "--dtype int8 cannot be normalised", 2),

@@ -14,7 +14,14 @@ HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 @pytest.mark.parametrize(("n", "how"), [(1, "memory"), (3, "memory"), (2, "page"), (2, "apart")])
 def test_results(mpirun: Callable, n: int, how: str):
     """Without shared memory, messages go over MPI whether the ranks are on one host or apart."""
-    scenarios = ["as_people_write", "a_float_sum_starts_at_rank_0", "a_float_state_of_one_rank", "lists", "splits"]
+    scenarios = [
+        "as_people_write",
+        "a_float_sum_starts_at_rank_0",
+        "a_float_state_of_one_rank",
+        "lists",
+        "splits",
+        "known_splits",
+    ]
     if how != "page":
         scenarios += ["every_kind", "subclasses", "random_calls"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout

@@ -54,6 +54,33 @@ def test_lists(mpirun: Run, tmp_path: Path) -> None:
     assert {(row["arrays"], row["algorithm"]) for row in rows} == {(300, "one_shot")}
 
 
+@pytest.mark.parametrize(("backend", "ranks"), [("ipc", 3), ("nccl", 2)])
+@pytest.mark.parametrize(("op", "what", "kernel", "wire"), [
+    ("allgather", "all-gather", "gather", lambda n: n - 1), ("broadcast", "broadcast", "gather", lambda n: 1),
+    ("reduce_scatter", "reduce-scatter", "scatter", lambda n: (n - 1) / n),
+])  # fmt: skip
+def test_other_collectives(
+    mpirun: Run, tmp_path: Path, op: str, what: str, kernel: str, wire: Callable[[int], float], backend: str, ranks: int
+) -> None:  # fmt: skip
+    """--op: of one array, and of a list."""
+    kept, environ = tmp_path / "bench.json", SMALL | {"IPCREDUCE_BACKEND": backend}
+    for further, suffix in (((), ""), (("--arrays", 5), " in 5 arrays")):
+        wanted = ("--op", op, "--smallest", "1K", "--largest", "2K", *further, "--json", kept)
+        output = mpirun("tests.simulated", ranks, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=environ).stdout
+        assert f"graph, {ranks} ranks, {what} of bfloat16{suffix}\n" in output
+        result = json.loads(kept.read_text())
+        whole = 2 * ranks if op == "reduce_scatter" else 2  # a whole number of elements for each rank
+        assert [(row["mode"], row["bytes"]) for row in result["rows"]] == [
+            (mode, nbytes // whole * whole) for nbytes in (1024, 2048) for mode in ("graph", "eager")
+        ]
+        for row in result["rows"]:
+            assert (row["op"], row["algorithm"]) == (op, kernel if backend == "ipc" else "nccl")
+            assert 0 < row["ours_min_us"] <= row["ours_us"] <= row["ours_p99_us"]
+            if backend == "ipc":
+                limit = result["limit"]["barrier_us"] + wire(ranks) * row["bytes"] / result["limit"]["push_GBps"] / 1e3
+                assert row["limit_us"] == pytest.approx(limit)
+
+
 @pytest.mark.parametrize(("ranks", "dtype", "quantize"), [
     (2, "float16", "none"), (2, "bfloat16", "token"),
 ])  # fmt: skip
@@ -86,7 +113,7 @@ def test_norms_that_are_a_pair_anyway(mpirun: Run, tmp_path: Path) -> None:
         quick = ("--replays", 2, "--calls", 5, "--peers", "pair,allreduce,torch_nccl,mpi")
         output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, *quick, env=environ).stdout
         assert "without torch_nccl: ModuleNotFoundError" in output
-        assert "without mpi: it is not timed with this --op" in output
+        assert "without mpi: it takes NumPy arrays" in output
         (row,) = json.loads(kept.read_text())["rows"]
         assert (row["algorithm"], [*row["own_us"]]) == (by, ["allreduce"])
 

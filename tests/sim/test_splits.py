@@ -19,5 +19,5 @@ def test_random_calls(mpirun: Run, ranks: int, environ: dict[str, str]) -> None:
 
 
 def test_scenarios(hold: Callable[..., None]) -> None:
-    names = "rules_of_splits", "recorded_splits", "launches_of_splits", "slots_of_long_messages"
+    names = "rules_of_splits", "recorded_splits", "launches_of_splits", "slots_of_long_messages", "known_splits"
     hold(3, *names, SIM_LATE="0.002")

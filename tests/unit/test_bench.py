@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from ipcreduce.arrays import rmsnorm
-from ipcreduce.bench import arguments, contenders, norms, report, timing
+from ipcreduce.bench import arguments, contenders, data, norms, report, timing
+from ipcreduce.bench.collectives import ALLREDUCE, COLLECTIVES
 from ipcreduce.bench.limit import Limit
 
 
@@ -137,6 +138,89 @@ def test_the_limit_takes_the_shorter_wire():
     assert Limit(2, 1.5, 300).microseconds(3_000_000) == pytest.approx(1.5 + 10)
 
 
+@pytest.mark.parametrize(("name", "factors"), [
+    ("allreduce", (1.5, 1.5, 1)), ("allgather", (3, 3, 2.5)), ("reduce_scatter", (0.75, 0.75, 0.625)),
+    ("broadcast", (1, 1, 0.5)),
+])  # fmt: skip
+def test_bytes_that_a_collective_moves(name: str, factors: tuple[float, ...]):
+    """By rank of 4, for a byte of its message: as nccl-tests count, over its links, and in a copy."""
+    of = COLLECTIVES[name]
+    assert (of.bus(4), of.wire(4), of.copied(4)) == pytest.approx(factors)
+    assert Limit(4, 1.5, 300).microseconds(3_000_000, of) == pytest.approx(1.5 + factors[1] * 10)
+    assert report.bus_gbps(1_000_000_000, 1e6, 4, of) == pytest.approx(factors[0])
+
+
+@pytest.mark.parametrize("arrays", [0, 3])
+@pytest.mark.parametrize("nbytes", [9, 24, 3 * 70_000])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_element_of_a_result_is_checked(name: str, nbytes: int, arrays: int):
+    """On each of 3 ranks; longer messages repeat their data."""
+    comms: Any = [SimpleNamespace(rank=rank, size=3, backend="mpi", empty=np.empty) for rank in range(3)]
+    messages = [data.Message(nbytes, np.dtype(np.int8), comm, arrays, COLLECTIVES[name]) for comm in comms]
+    for _ in range(2):
+        for message in messages:
+            message.renew()
+        every = [contenders.as_lists(message.source, message.target) for message in messages]
+        assert sum(len(source) for source in every[0][0]) == nbytes
+        wrong = [message.is_right() for message in messages]
+        assert not any(wrong[name == "broadcast" :]), "there is nothing yet, but at the root"
+        for index in range(max(1, arrays)):
+            sources = [one[0][index].copy() for one in every]
+            results: list[Any] = {
+                "allreduce": [sum(sources)] * 3, "allgather": [np.concatenate(sources)] * 3,
+                "reduce_scatter": np.split(sum(sources), 3) if name == "reduce_scatter" else [],
+                "broadcast": [sources[0]] * 3,
+            }[name]  # fmt: skip
+            for (_, targets), result in zip(every, results, strict=True):
+                targets[index][...] = result
+        for message, (_, targets) in zip(messages, every, strict=True):
+            assert message.is_right()
+            for target in targets:
+                for place in (0, len(target) // 2, len(target) - 1):
+                    target[place] ^= 1
+                    assert not message.is_right(), place
+                    target[place] ^= 1
+
+
+class Nccl:
+    """CuPy's module for NCCL, and its communicator, which notes all calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.calls.append((name, *given))
+
+
+@pytest.mark.parametrize(("name", "call"), [
+    ("allreduce", ("allReduce", 1, 2, 4, 7, 0, 9)), ("allgather", ("allGather", 1, 2, 4, 7, 9)),
+    ("reduce_scatter", ("reduceScatter", 1, 2, 2, 7, 0, 9)), ("broadcast", ("broadcast", 1, 2, 4, 7, 0, 9)),
+])  # fmt: skip
+def test_calls_of_nccl(monkeypatch: pytest.MonkeyPatch, name: str, call: tuple[Any, ...]):
+    """As CuPy takes them: addresses, a count by collective, the dtype, op or root, and the stream."""
+    nccl, of, world = Nccl(), COLLECTIVES[name], SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2)
+    monkeypatch.setattr(world, "bcast", lambda identity: identity, raising=False)
+    nccl.NcclCommunicator = lambda *given: nccl  # type: ignore[method-assign]
+    monkeypatch.setattr(contenders.cupy_runtime, "nccl", lambda: nccl)
+    monkeypatch.setattr(contenders.cupy_runtime, "stream_of", lambda: (9, None))
+
+    def array(address: int, size: int) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(ptr=address), size=size, dtype=np.dtype(np.float32))
+
+    source, target = array(1, 4), array(2, of.results(4, 2))
+    peer = contenders.CupyNccl(world, of)
+    for given, calls in (
+        ((source, target), [call]),
+        (([source] * 2, [target] * 2), [("groupStart",), call, call, ("groupEnd",)]),
+    ):
+        made = peer.prepare(*given)
+        assert made is not None
+        assert not nccl.calls
+        made()
+        assert nccl.calls == calls
+        nccl.calls.clear()
+
+
 def test_texts_of_sizes():
     assert [report.size_text(nbytes) for nbytes in (4, 1536, 65536, 3 << 20, 1 << 30)] == [
         "4 B", "1536 B", "64 KB", "3 MB", "1 GB",
@@ -209,13 +293,17 @@ def test_peers_belong_to_gpus_or_to_the_host(monkeypatch: pytest.MonkeyPatch):
     def broken(mpi: Any) -> Any:
         raise OSError("not here")
 
+    def found(names: list[str] | None, on_host: bool) -> Any:
+        return contenders.find(names, World(), on_host, contenders.peers_of(ALLREDUCE, on_host))
+
     monkeypatch.setattr(contenders, "PEERS", {"nccl": broken})
-    peers, left_out = contenders.find(None, World(), on_host=True)
+    peers, left_out = found(None, True)
     assert ([peer.name for peer in peers], left_out) == (["mpi"], {})
-    assert contenders.find(["nccl"], World(), on_host=True) == ([], {"nccl": "it takes GPU arrays"})
-    assert contenders.find(["mpi"], World(), on_host=False) == ([], {"mpi": "it takes NumPy arrays"})
-    assert contenders.find(None, World(), on_host=False) == ([], {"nccl": "OSError: not here"})
-    assert contenders.find([], World(), on_host=False) == ([], {})
+    assert found(["nccl"], True) == ([], {"nccl": "it takes GPU arrays"})
+    assert found(["mpi"], False) == ([], {"mpi": "it takes NumPy arrays"})
+    assert found(None, False) == ([], {"nccl": "OSError: not here"})
+    assert found([], False) == ([], {})
+    assert found(["pair"], False) == ([], {"pair": "it is not timed with this --op"})
 
 
 def test_a_table_leaves_out_empty_columns(capsys: pytest.CaptureFixture[str]):

@@ -161,7 +161,7 @@ def test_words_of_a_list(tmp_path: Path, subtests: pytest.Subtests):
             words = np.concatenate([np.zeros(arguments.ARG_WORDS, np.uint64), lists.table(plan)])
             assert words.nbytes == size
             launch: Any = SimpleNamespace(args=words)
-            lists.ListStep(plan, launch, 3).set((addresses_of([160, 0, 3]), addresses_of([32, 0, 4])))
+            lists.step(plan, launch, 3).set((addresses_of([160, 0, 3]), addresses_of([32, 0, 4])))
             raw = words.tobytes()
             assert np.frombuffer(raw, np.uint64, 3, table + sources).tolist() == [160, 3, 0]
             assert np.frombuffer(raw, np.uint64, 3, table + targets).tolist() == [32, 4, 0]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from ipcreduce.device.hits import lists
@@ -17,7 +18,11 @@ COUNTS = pytest.mark.parametrize("count", [1, 3, MANY])
 
 
 def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> lists._Layout:
-    return lists._Layout(lambda _: None, sizes, itemsizes or [1] * len(sizes))
+    return lists._Layout(nothing, nothing, lists.Members(itemsizes or [1] * len(sizes), sizes, sizes))
+
+
+def nothing(_: Any) -> None:
+    return None
 
 
 def words(addresses: list[int]) -> bytes:
@@ -110,3 +115,70 @@ def test_lists_side_by_side_are_apart(count: int):
     if count > 1:
         assert not apart(sizes, sources, [*others[:-1], others[0]])
         assert not apart(sizes, sources, [*others[:-1], sources[0]])
+
+
+# ---- arrays that are split
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[lists.Members, list[int], list[int]]:
+    """Members of a list, and addresses of parts and of whole arrays that are close together, some in their places."""
+    count = draw(st.one_of(st.integers(1, 4), st.just(MANY)))
+    kinds = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 2)), min_size=3, max_size=3))
+    rows = [kinds[at % 3] for at in range(count)]
+    sizes, places = [part for part, _, _ in rows], [before for _, before, _ in rows]
+    wholes = [part + before + behind for part, before, behind in rows]
+    if draw(st.booleans()):
+        places[draw(st.integers(0, count - 1))] = lists.NOWHERE
+    begins = [1000 + 20 * at for at in draw(st.permutations(range(count)))]
+    parts = [draw(st.sampled_from([5000 + 12 * at, 5000 + 8 * at])) for at in range(count)] if count < 9 else [
+        5000 + 12 * at for at in range(count)
+    ]  # fmt: skip
+    for at in draw(st.lists(st.integers(0, count - 1), max_size=3)):
+        of = draw(st.sampled_from([at, at, count - 1]))
+        parts[at] = begins[of] + draw(st.sampled_from([0, 1, -1])) + places[of] % lists.NOWHERE
+    return lists.Members([1] * count, sizes, wholes, places, draw(st.booleans())), parts, begins
+
+
+@given(splits())
+def test_outputs_of_splits_that_are_apart(given: tuple[lists.Members, list[int], list[int]]):
+    """None is let through that has a byte of another array, but for a part that is in its own place."""
+    members, parts, begins = given
+    layout = lists._Layout(nothing, nothing, members)
+    sources, targets = (parts, begins) if members.gathers else (begins, parts)
+    spans = [
+        [(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+        for firsts, sizes in ((parts, members.parts), (begins, members.wholes))
+    ]
+    assert members.places is not None
+    own = [begin + place for begin, place in zip(begins, members.places, strict=True)]
+    written, read = (1, 0) if members.gathers else (0, 1)
+    shared = any(
+        first < end and begin < past and (side == written or at != to or parts[at] != own[at])
+        for at, (first, past) in enumerate(spans[written])
+        for side in (written, read)
+        for to, (begin, end) in enumerate(spans[side])
+        if (side, to) != (written, at)
+    )
+    event(f"shared: {shared}")
+    if layout._are_apart(sources, targets, words(sources), words(targets)):
+        assert not shared
+
+
+@COUNTS
+@pytest.mark.parametrize("gathers", [True, False])
+def test_splits_side_by_side_are_apart(count: int, gathers: bool):
+    """Parts elsewhere, in their own places, and some of both."""
+    sizes, begins = [8 + at % 3 for at in range(count)], [4096 + 32 * at for at in range(count)]
+    members = lists.Members([1] * count, sizes, [32] * count, [at % 3 for at in range(count)], gathers)
+    layout = lists._Layout(nothing, nothing, members)
+    apart, own = [1 << 20 | 16 * at for at in range(count)], [at + at_begin % 3 for at_begin, at in enumerate(begins)]
+
+    def are_apart(parts: list[int]) -> bool:
+        both = (parts, begins) if gathers else (begins, parts)
+        return layout._are_apart(*both, *map(words, both))
+
+    assert are_apart(apart)
+    assert are_apart(own)
+    assert are_apart([*own[:-1], apart[-1]])
+    for wrong in (own[-1] + 1, own[-1] - 1, begins[0] + 20, begins[-1] + 31):
+        assert not are_apart([*own[:-1], wrong])
+        assert not are_apart([*apart[:-1], wrong])

@@ -13,6 +13,7 @@ from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
 from ipcreduce.calls.request import Member, Moved, Request, Split
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import splits as hits
+from ipcreduce.device.hits.lists import ListHits
 from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from tests.shared.streams import CURRENT, OTHER
@@ -44,7 +45,7 @@ class Known:
             monkeypatch.setattr(module, "cupy_runtime", self.library)
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
         self.cache = LaunchCache(0, order, lambda prepared, addresses: Ready(prepared.what, print, addresses))
-        self.hits = self.cache.kinds[SplitCall] = hits.SplitHits(self.cache, RANK, N)
+        self.hits = self.cache.kinds[SplitCall] = hits.SplitHits(self.cache, ListHits(self.cache), RANK, N)
         self.shapes = SHAPES[collective]
         if axis:
             self.shapes = tuple(shape[::-1] for shape in self.shapes)  # type: ignore[assignment]
@@ -165,9 +166,13 @@ def test_memory_that_is_shared_or_misaligned(monkeypatch: pytest.MonkeyPatch, co
 
 def test_the_byte_before_an_array_is_no_place(monkeypatch: pytest.MonkeyPatch):
     """Of a rank whose part has gaps, there is none."""
-    layout = hits._Layout((4, 12), 48, 96, -1, 1, True)
-    assert layout.settle((0x0FFF, 0x1000), False) is None
-    assert layout.settle((0x1000 - 48, 0x1000), False) is not None
+    known = Known(monkeypatch, GATHER, axis=1)
+    extent = known.hits._extent(Split(GATHER, 1), Moved((4, 12), "int8", 1))
+    layout = hits._Layout((4, 12), *extent, 1, True)
+    assert extent[:2] == (24, 48)
+    for at in (*range(0x1000 - 23, 0x1000 + 48),):
+        assert layout.settle((at, 0x1000), False) is None
+    assert layout.settle((0x1000 - 24, 0x1000), False) is not None
 
 
 def test_what_is_not_learned(monkeypatch: pytest.MonkeyPatch):

@@ -84,8 +84,8 @@ def test_addresses_of_parts(most_packets: int):
     found: dict[int, list[tuple[int, int, int]]] = {}
     for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
         words = np.concatenate([np.zeros(ARG_WORDS, np.uint64), lists.table(one)])
-        launch = SimpleNamespace(args=words)
-        lists.ListStep(one, launch, len(sizes)).set((addresses_of(sources), addresses_of(targets)))
+        launch: Any = SimpleNamespace(args=words)
+        lists.step(one, launch, len(sizes)).set((addresses_of(sources), addresses_of(targets)))
         ins = words[ARG_WORDS:]
         outs = ins[one.parts :]
         for at, member in enumerate(one.members.tolist()):
@@ -111,7 +111,7 @@ def test_a_list_is_launched_by_its_parts(sizes: list[int], most_packets: int):
     for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
         words = np.concatenate([np.zeros(ARG_WORDS, np.uint64), lists.table(one)])
         launch: Any = SimpleNamespace(args=words, run=lambda stream, of=(one, words): launched.append((*of, stream)))
-        steps.append(lists.ListStep(one, launch, len(sizes)))
+        steps.append(lists.step(one, launch, len(sizes)))
         planned.append(one)
     nothing: Any = None
     prepared = Prepared(request=nothing, what=nothing, by="", nbytes=sum(sizes), steps=tuple(steps))

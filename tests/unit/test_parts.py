@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.arrays import splits
+from ipcreduce.calls.addresses import addresses_of
 from ipcreduce.calls.request import Moved, Request, Rows, Split
 from ipcreduce.device import arguments
 from ipcreduce.ipc import lists, parts, plan
@@ -201,6 +202,10 @@ def test_blocks_of_a_launch(packets: int, n: int, sharing: int, multiprocessors:
     assert (grid - 1) * block < packets
 
 
+def launch_of(words: np.ndarray) -> Any:
+    return SimpleNamespace(args=words)
+
+
 # ---- the table
 LAYOUT = """
 #include <cstddef>
@@ -261,8 +266,10 @@ def test_a_thread_finds_its_place(tmp_path: Path, subtests: pytest.Subtests):
             }
             rank, (one,) = 1, parts.make_plan(every, 1, 1 << 20, parts.LONG)
             words = np.concatenate([np.zeros(arguments.ARG_WORDS, np.uint64), parts.table(one)])
-            addresses = [base + (index << 16) for index in range(count) for base in (1 << 30, 1 << 40)]
-            parts.setter(one, words.data, gathers=True)(addresses)
+            sources, targets = ([base + (index << 16) for index in range(count)] for base in (1 << 30, 1 << 40))
+            parts.step(one, launch_of(words), gathers=True, length=count).set(
+                (addresses_of(sources), addresses_of(targets))
+            )
             (tmp_path / "table").write_bytes(words[arguments.ARG_WORDS :].tobytes())
             members = str(parts.places(one))
             found = run_program(tmp_path, FIND, tmp_path / "table", 4, IPCREDUCE_MEMBERS=members)
@@ -288,23 +295,40 @@ def test_an_empty_message_has_a_packet():
     assert parts.table(one)[: parts.TABLE_WORDS].view(np.uint32)[:2].tolist() == [1, 3]
 
 
-def test_addresses_of_a_launch():
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize(
+    ("width", "address", "aligned"), [(32, 1 << 20, True), (24, 1 << 20, False), (32, 1 << 20 | 8, False)]
+)
+@pytest.mark.parametrize("count", [None, 1, 2, 3])
+def test_addresses_of_a_launch(count: int | None, width: int, address: int, aligned: bool, gathers: bool):
     """Each array's, with what earlier launches took of it; and their alignment, by which kernels are chosen."""
-    for gathers in (True, False):
-        for width, address, aligned in ((32, 1 << 20, True), (24, 1 << 20, False), (32, 1 << 20 | 8, False)):
-            plans = parts.make_plan({0: rows_of(1, [16, 16]), 1: rows_of(4, [width, width])}, 1, 7, 2)
-            assert len(plans) > 1
-            for one in plans:
-                words = np.concatenate([np.zeros(arguments.ARG_WORDS, np.uint64), parts.table(one)])
-                set_addresses = parts.setter(one, words.data, gathers=gathers)
-                for turn in (3, 0):  # nothing of a former call stays
-                    set_addresses([(turn << 30) + address + (index << 24) for index in range(4)])
-                    members = words[arguments.ARG_WORDS + parts.TABLE_WORDS :].reshape(-1, parts.MEMBER_WORDS)
-                    for piece, found in zip(one.pieces, members, strict=False):
-                        part, whole = (int(found[name]) - (turn << 30) - address for name in (0, 1))
-                        source, target = (part - piece.part, whole - piece.whole)[:: 1 if gathers else -1]
-                        assert (source, target) == (2 * piece.member << 24, 2 * piece.member + 1 << 24)
-                    assert bool(words[arguments.IN] % PACKET == 0) is aligned
+    rows = {0: rows_of(4, [width, width]), 1: rows_of(1, [16, 16]), 2: rows_of(0, [0, 0])}
+    plans = parts.make_plan({index: rows[index] for index in range(count or 1)}, 1, 3, 2)
+    assert len(plans) > 1
+    for one in plans:
+        words = np.concatenate([np.zeros(arguments.ARG_WORDS, np.uint64), parts.table(one)])
+        step: Any = parts.step(one, launch_of(words), gathers=gathers, length=count)
+        for turn in (3, 0):  # nothing of a former call stays
+            sources, targets = (
+                [(turn << 30) + address + (2 * index + side << 24) for index in range(count or 1)] for side in (0, 1)
+            )
+            step.set((sources[0], targets[0]) if count is None else (addresses_of(sources), addresses_of(targets)))
+            members = words[arguments.ARG_WORDS + parts.TABLE_WORDS :].reshape(-1, parts.MEMBER_WORDS)
+            for piece, found in zip(one.pieces, members, strict=False):
+                part, whole = (int(found[name]) - (turn << 30) - address for name in (0, 1))
+                source, target = (part - piece.part, whole - piece.whole)[:: 1 if gathers else -1]
+                assert (source, target) == (2 * piece.member << 24, 2 * piece.member + 1 << 24)
+            assert (words[arguments.IN] % PACKET == 0) == (aligned or one.pieces[0].member == 1)
+
+
+def test_arrays_of_a_list_that_are_not_in_a_launch_do_not_choose_its_kernel():
+    """As those of another dtype in a reduce-scatter, or without bytes."""
+    (one,) = parts.make_plan({1: rows_of(1, [16, 16])}, 0, 9, 2)
+    words = np.concatenate([np.zeros(arguments.ARG_WORDS, np.uint64), parts.table(one)])
+    step: Any = parts.step(one, launch_of(words), gathers=True, length=3)
+    step.set((addresses_of([1, 1 << 20, 3]), addresses_of([0, 1 << 30, 7])))
+    assert words[arguments.IN] % PACKET == 0
+    assert words[arguments.ARG_WORDS + parts.TABLE_WORDS :].tolist()[:2] == [1 << 20, 1 << 30]
 
 
 def test_moved_bytes_are_of_the_largest_dtype_that_fits_all():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from operator import or_
+from operator import add, or_
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,23 +18,48 @@ from ..prepared import Prepared, Ready, keep
 
 _MAX_LENGTHS = 256
 _MANY = 48  # members from which on NumPy is faster than Python
+NOWHERE = 1 << 62  # the place of a part that has gaps in its whole array: no address is so large
 _Ends = tuple[Any, int, int, int, int]  # op, length, ids of the first and last array and of the first output, if other
+_Read = Callable[[Sequence[Any]], list[int] | None]
+
+
+class Members(NamedTuple):
+    """The arrays of a list, by member. In an all-reduce and a broadcast a part is the whole array.
+
+    :ivar units: of which addresses are multiples. :ivar parts: bytes of this rank's part. :ivar wholes: of all parts.
+    :ivar places: where this rank's part lies in the whole array; None for 0 in all of them.
+    :ivar gathers: parts are read, and whole arrays are written. False: the other way round.
+    :ivar shapes: of the results; None for those of the arrays.
+    """
+
+    units: list[int]
+    parts: list[int]
+    wholes: list[int]
+    places: list[int] | None = None
+    gathers: bool = True
+    shapes: list[tuple[int, ...]] | None = None
 
 
 class _Layout:
     """See :class:`Layout`.
 
-    :ivar read: the addresses of a list, if it is of this form; else None.
+    :ivar read: the addresses of a list, if it is of this form; else None. ``read_out``: those of its outputs.
     :ivar pack: the addresses of a list as the bytes of words.
     """
 
-    def __init__(
-        self, read: Callable[[Sequence[Any]], list[int] | None], sizes: list[int], itemsizes: list[int]
-    ) -> None:  # fmt: skip
-        self.read, self._sizes, self._itemsizes = read, sizes, itemsizes
-        self.pack = Struct(f"{len(sizes)}P").pack  # as pointers, which takes half of the time of other numbers
-        self._lengths: Words = np.array(sizes, np.uint64)
-        self._largest, self._longest = max(itemsizes), max(sizes)
+    def __init__(self, read: _Read, read_out: _Read, members: Members) -> None:
+        self.read, self.read_out, self._of = read, read_out, members
+        self.pack = Struct(f"{len(members.units)}P").pack  # as pointers, in half of the time of other numbers
+        self._parts, self._wholes = (np.array(sizes, np.uint64) for sizes in (members.parts, members.wholes))
+        self._places: Words = np.array(members.places or 0, np.uint64)
+        self._largest, self._longest = max(members.units), max(members.wholes)
+
+    def results(self, library: Any, arrays: Sequence[Any], device: int) -> list[tuple[Any, int]]:
+        """New results, and their addresses."""
+        if self._of.shapes is None:
+            return [library.empty_like(array, device) for array in arrays]
+        pairs = zip(arrays, self._of.shapes, strict=True)
+        return [library.empty(array, shape, array.dtype, device) for array, shape in pairs]
 
     def settle(self, addresses: tuple[bytes, bytes], new: bool) -> Places | None:
         froms, tos = addresses
@@ -61,19 +86,20 @@ class _Layout:
         else:
             every = np.frombuffer(words, np.uint64)
             bits = int(np.bitwise_or.reduce(every)) if np.count_nonzero(every) == len(every) else 0
-        if bits % self._largest == 0 or all(
-            at % size == 0 for at, size in zip(addresses, self._itemsizes, strict=True)
-        ):  # fmt: skip
+        if bits % self._largest == 0 or all(at % unit == 0 for at, unit in zip(addresses, self._of.units, strict=True)):
             return bits
         return 0
 
     def _are_apart(self, sources: list[int], targets: list[int], froms: bytes, tos: bytes) -> bool:
-        """True if no output overlaps another one, or a source that is not its own. False if that is not certain."""
+        """True if no output overlaps another one, or a source other than in its own place. False if not certain."""
+        _, sizes, nbytes, places, gathers, _ = self._of
+        parts, wholes = (sources, targets) if gathers else (targets, sources)
         if len(sources) < _MANY:
-            firsts, nbytes = targets, self._sizes
-            if targets is not sources:
-                others = [at for at, source in enumerate(sources) if source != targets[at]]
-                firsts, nbytes = targets + [sources[at] for at in others], nbytes + [nbytes[at] for at in others]
+            firsts = wholes
+            if parts is not wholes:
+                own = wholes if places is None else map(add, wholes, places)
+                others = [at for at, place in enumerate(own) if place != parts[at]]
+                firsts, nbytes = wholes + [parts[at] for at in others], nbytes + [sizes[at] for at in others]
             past = 0
             for first in sorted(firsts):  # half as long as to sort the sizes with them
                 if first < past:
@@ -87,11 +113,11 @@ class _Layout:
                     return False
                 past = first + size
             return True
-        begin, length = np.frombuffer(tos, np.uint64), self._lengths
-        if targets is not sources:
-            read = np.frombuffer(froms, np.uint64)
-            moved = read != begin
-            begin, length = np.concatenate([begin, read[moved]]), np.concatenate([length, length[moved]])
+        begin, length = np.frombuffer(tos if gathers else froms, np.uint64), self._wholes
+        if parts is not wholes:
+            part = np.frombuffer(froms if gathers else tos, np.uint64)
+            moved = part != begin + self._places
+            begin, length = np.concatenate([begin, part[moved]]), np.concatenate([length, self._parts[moved]])
         order = begin.argsort()
         begin = begin[order]
         return not np.count_nonzero(begin[:-1] + length[order[:-1]] > begin[1:])
@@ -121,15 +147,15 @@ class ListHits:
         if known is None:
             return self._unknown(ends, arrays, op, out, stream)
         if known.read is None:
-            ids, others, have_shapes = known.more
+            ids, have_shapes, others, have_others = known.more
             same = [*map(id, arrays)] == ids and have_shapes(arrays)
             if others is not None:  # out is arrays, if it was so in the first call
-                same = same and [*map(id, out)] == others and have_shapes(out)
+                same = same and [*map(id, out)] == others and have_others(out)
             current = cupy_runtime.get_current_stream().ptr
         else:  # tensors may change in any way: all is compared, but how to is known
             sources, targets = known.more
-            read = known.form.layout.read
-            same = read(arrays) == sources and (out is arrays or read(out) == targets)
+            layout = known.form.layout
+            same = layout.read(arrays) == sources and (out is arrays or layout.read_out(out) == targets)
             current = torch_runtime.stream_handle(self._device)
         if not same:
             self._cache.evict(ends)
@@ -155,10 +181,10 @@ class ListHits:
         if out is None:
             if not cache.can_allocate(current):
                 return NOT_READY
-            made = [form.library.empty_like(array, self._device) for array in arrays]
+            made = form.layout.results(form.library, arrays, self._device)
             result, targets = [one for one, _ in made], [address for _, address in made]
-        elif out is not arrays:
-            others = form.layout.read(out)
+        elif out is not arrays or form.layout.read_out is not form.layout.read:
+            others = form.layout.read_out(out)
             if others is None:
                 return NOT_READY
             targets = others
@@ -180,29 +206,43 @@ class ListHits:
         if form.library is torch_runtime:
             known = Known(form, ready, 0, (sources, targets))
         else:
-            others = None if out is arrays else [*map(id, out)]
-            known = Known(form, ready, 0, ([*map(id, arrays)], others, cupy_runtime.same_shapes(arrays)))
+            others = (None, None) if out is arrays else ([*map(id, out)], cupy_runtime.same_shapes(out))
+            known = Known(form, ready, 0, ([*map(id, arrays)], cupy_runtime.same_shapes(arrays), *others))
         self._cache.insert(ends, known, every, every)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""
         arrays, op, _, sms = given
-        key = None
-        if type(op) is str and prepared.nbytes:
-            op = op if sms is None else Limited(op, sms)
-            key = _key(arrays, op)
+        if type(op) is not str or not prepared.nbytes:
+            return None
+
+        def members() -> Members:
+            library, sizes = library_of(arrays[0]), [one.nbytes for one in arrays]
+            return Members([library.dtype_of(one.dtype).itemsize for one in arrays], sizes, sizes)
+
+        return self.form(arrays, op if sms is None else Limited(op, sms), arrays, prepared, members)
+
+    def form(
+        self, arrays: Sequence[Any], op: Any, results: Sequence[Any], prepared: Prepared,
+        members: Callable[[], Members | None],
+    ) -> tuple[Any, Form] | None:  # fmt: skip
+        """See :meth:`form_of`. ``op``: what has to be the same but for the arrays. ``members``: None for no form."""
+        key = _key(arrays, op)
         if key is None:
             return None
-        length, library, known = (op, len(arrays)), library_of(arrays[0]), self._cache.forms.get(key)
+        length, known = (op, len(arrays)), self._cache.forms.get(key)
         if known is not None and known.layout.read(arrays) is not None:
             if self._of_length.get(length) is not known:
                 keep(self._of_length, length, None, _MAX_LENGTHS)
             return None
-        read = (cupy_runtime if library is cupy_runtime else torch_lists).reader(arrays, self._device)
-        if read is None:
+        library = library_of(arrays[0])
+        reader = (cupy_runtime if library is cupy_runtime else torch_lists).reader
+        read = reader(arrays, self._device)
+        read_out = read if results is arrays else reader(results, self._device)
+        of = None if read is None or read_out is None else members()
+        if read is None or read_out is None or of is None:
             return None
-        sizes, itemsizes = [one.nbytes for one in arrays], [library.dtype_of(one.dtype).itemsize for one in arrays]
-        form = Form(prepared, library, _Layout(read, sizes, itemsizes))
+        form = Form(prepared, library, _Layout(read, read_out, of))
         keep(self._of_length, length, None if length in self._of_length else form, _MAX_LENGTHS)
         self._cache.forms.pop(key, None)  # one whose members between the ends are others
         return key, form

@@ -1,4 +1,4 @@
-"""Repeated all-gathers, reduce-scatters and broadcasts of one array."""
+"""Repeated all-gathers, reduce-scatters and broadcasts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...arrays.splits import BROADCAST, GATHER, SplitKey
-from ...calls.request import Rows, unit_of
+from ...arrays.splits import BROADCAST, SCATTER, SplitKey, is_simple
+from ...calls.request import Split, unit_of
 from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
 from ..prepared import Prepared, Ready
+from .lists import NOWHERE, ListHits, Members
 
 _Ids = tuple[int, int, SplitKey]  # of array and out
 
@@ -19,7 +20,7 @@ _Ids = tuple[int, int, SplitKey]  # of array and out
 class _Layout:
     """See :class:`Layout`.
 
-    :ivar shape: of the result. :ivar place: where this rank's part lies in the whole array; -1 if it has gaps there.
+    :ivar shape: of the result. :ivar part: bytes of this rank's part, which lies at ``place`` in the whole array.
     :ivar unit: addresses are multiples of so many bytes.
     """
 
@@ -33,15 +34,16 @@ class _Layout:
     def settle(self, addresses: tuple[int, int], new: bool) -> tuple[int, int] | None:
         part, whole = addresses if self.gathers else addresses[::-1]
         apart = part + self.part <= whole or whole + self.whole <= part
-        in_place = self.place >= 0 and part == whole + self.place
+        in_place = part == whole + self.place
         return addresses if (part | whole) % self.unit == 0 and (apart or in_place) else None
 
 
 class SplitHits:
-    """The calls on one array that have come before. The communicator's lock is held around every method."""
+    """The calls that have come before. The communicator's lock is held around every method."""
 
-    def __init__(self, cache: LaunchCache, rank: int, n: int) -> None:
-        self._cache, self._device, self._objects, self._rank, self._n = cache, cache.device, cache.objects, rank, n
+    def __init__(self, cache: LaunchCache, lists: ListHits, rank: int, n: int) -> None:
+        self._cache, self._device, self._objects, self._lists = cache, cache.device, cache.objects, lists
+        self._rank, self._n = rank, n
 
     def find(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Found:
         """A call that can be ready. ``out`` of a broadcast is its array."""
@@ -50,6 +52,8 @@ class SplitHits:
         ids = id(array), id(out), key
         known = self._objects.get(ids)
         if known is None:
+            if type(array) is list or type(array) is tuple:
+                return self._lists.find(array, key, out, stream)
             return self._unknown(ids, array, out, stream)
         if known.read is None:
             shape, shape_of_out = known.more
@@ -123,32 +127,36 @@ class SplitHits:
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the usual way."""
-        key = given.key
-        if given.is_list or not is_simple(key) or not prepared.nbytes or prepared.packed:
+        key, split, members = given.key, prepared.request.split, prepared.request.members
+        if not is_simple(key) or not prepared.nbytes or prepared.packed or split is None:
             return None
+
+        def of_list() -> Members | None:
+            if not all(_is_known(one) for one in result):
+                return None
+            parts, wholes, places = zip(*(self._extent(split, one) for one in members), strict=True)
+            units, shapes = [unit_of(one.itemsize) for one in members], [tuple(one.shape) for one in result]
+            return Members(units, [*parts], [*wholes], [*places], key[0] != SCATTER, shapes)
+
+        if given.is_list:
+            return self._lists.form(given.array, key, result, prepared, of_list)
         looked = self._look(given.array, result if key[0] == BROADCAST else given.out)
-        if looked is None:
+        if looked is None or not looked[1] or not _is_known(result):
             return None
-        library, shape, dtype, *_ = looked
-        member, split = prepared.request.members[0], prepared.request.split
-        if library.dtype_of(dtype) is None or not shape or split is None:
-            return None
-        rows: Rows = split.rows(member.shape, member.itemsize, self._n)
-        gathers = key[0] == GATHER
-        place = rows.offsets[self._rank] if rows.rows == 1 else -1
-        part = rows.rows * rows.widths[self._rank]
-        if key[0] == BROADCAST:
-            place, part = 0, rows.pitch
-        layout = _Layout(tuple(result.shape), part, rows.rows * rows.pitch, place, unit_of(member.itemsize), gathers)
-        return (key, shape, dtype), Form(prepared, library, layout)
+        (member,) = members
+        extent, unit = self._extent(split, member), unit_of(member.itemsize)
+        layout = _Layout(tuple(result.shape), *extent, unit, key[0] != SCATTER)
+        return (key, *looked[1:3]), Form(prepared, looked[0], layout)
+
+    def _extent(self, split: Split, member: Any) -> tuple[int, int, int]:
+        """The bytes of this rank's part and of the whole array, and where the part lies in that."""
+        rows = split.rows(member.shape, member.itemsize, self._n)
+        whole = rows.rows * rows.pitch
+        if split.collective == BROADCAST:
+            return whole, whole, 0
+        return rows.rows * rows.widths[self._rank], whole, rows.offsets[self._rank] if rows.rows == 1 else NOWHERE
 
 
-def is_simple(key: SplitKey) -> bool:
-    """True if a call's arguments can be compared quickly, and safely: all are str, int, None or tuples of int."""
-    _, op, axis, sizes, root, sms = key
-    return (
-        (op is None or type(op) is str)
-        and type(axis) is int is type(root)
-        and (sizes is None or (type(sizes) is tuple and {*map(type, sizes)} == {int}))
-        and (sms is None or type(sms) is int)
-    )
+def _is_known(array: Any) -> bool:
+    """False for a dtype of PyTorch that NumPy lacks."""
+    return library_of(array).dtype_of(array.dtype) is not None

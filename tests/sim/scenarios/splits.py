@@ -93,4 +93,51 @@ def slots_of_long_messages() -> None:
             works(comm)
 
 
-SCENARIOS = rules_of_splits, recorded_splits, launches_of_splits, slots_of_long_messages
+def filled(arrays: Any, value: float) -> None:
+    for array in arrays:
+        array.fill(value)
+
+
+def known_splits() -> None:
+    """From the second time on a call takes the fast path: of an array, and of lists of any number of them.
+
+    A list of 3 dtypes takes as many launches where it is reduced, and one of 120 arrays is long: others are graphs.
+    """
+    for backend in ("ipc", "nccl"):
+        with Communicator(backend=backend) as comm:
+            usual = comm._split_usual
+            dtypes = "f4", "i1", "f8"
+            for count, columns in ((0, 5), (1, 5), (3, 7), (120, 70)):
+                shapes = [((2, 1 + index % columns), dtypes[index % 3]) for index in range(count or 1)]
+                parts = [cupy.zeros(shape, dtype) for shape, dtype in shapes]
+                wholes = [cupy.zeros((2 * SIZE, shape[1]), dtype) for shape, dtype in shapes]
+                places = [whole[2 * RANK : 2 * RANK + 2] for whole in wholes]
+
+                def given(arrays: list[Any], is_list: bool = count > 0) -> Any:
+                    return arrays if is_list else arrays[0]
+
+                for turn in range(4):
+                    comm._split_usual = None if turn else usual  # which nobody calls then
+                    for part in (parts, places):
+                        filled(part, RANK + turn)
+                        comm.allgather(given(part), out=given(wholes))
+                        ranks = np.repeat(np.arange(SIZE), 2)[:, None] + turn
+                        for whole in wholes:
+                            assert (cupy.asnumpy(whole) == ranks).all(), (backend, count, turn, whole)
+                    filled(parts, RANK + turn)
+                    for whole in wholes if not count else comm.allgather(given(parts)):
+                        assert (cupy.asnumpy(whole) == ranks).all(), (backend, count, turn, whole)
+                    for part in (parts, places):
+                        filled(wholes, RANK + turn)
+                        comm.reduce_scatter(given(wholes), out=given(part))
+                        for one in part:
+                            assert (cupy.asnumpy(one) == TOTAL - SIZE + SIZE * turn).all(), (backend, count, turn)
+                    filled(wholes, RANK + turn)
+                    assert comm.broadcast(given(wholes), SIZE - 1) is given(wholes)
+                    for whole in wholes:
+                        assert (cupy.asnumpy(whole) == SIZE - 1 + turn).all(), (backend, count, turn, whole)
+            comm._split_usual = usual
+            works(comm)
+
+
+SCENARIOS = rules_of_splits, recorded_splits, launches_of_splits, slots_of_long_messages, known_splits

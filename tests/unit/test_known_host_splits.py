@@ -1,0 +1,97 @@
+"""All-gathers, reduce-scatters and broadcasts of NumPy arrays that have come before: which of them need no check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce.arrays.host_splits import KnownSplit, SplitParts
+from ipcreduce.arrays.split_call import SplitCall
+from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER
+
+N, RANK = 3, 1
+PART, WHOLE = (2, 4), (6, 4)
+SHAPES = {GATHER: (PART, WHOLE), SCATTER: (WHOLE, PART), BROADCAST: (WHOLE, WHOLE)}
+
+
+def known_of(array: Any, out: Any, collective: str, axis: Any = 0, root: int = 0) -> Any:
+    """What is known after a call."""
+    key = collective, "sum" if collective == SCATTER else None, axis, None, root, None
+    given = SplitCall(array, out, key, RANK, N)
+    return KnownSplit.of(given, given.for_host())
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i1", "c8", "?"])
+@pytest.mark.parametrize("collective", SHAPES)
+def test_the_parts_are_those_of_a_checked_call(collective: str, dtype: str):
+    """In the caller's own memory, or in that of a new result."""
+    if collective == SCATTER and dtype == "?":
+        return
+    first, second = SHAPES[collective]
+    array, out = (np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape in (first, second))
+    for root in (0, RANK):
+        target = array if collective == BROADCAST else out
+        key = collective, "sum" if collective == SCATTER else None, 0, None, root, None
+        given = SplitCall(array, target, key, RANK, N)
+        used = given.for_host()
+        known = KnownSplit.of(given, used)
+        assert known is not None
+        assert known.what == used.request.what
+        for result in (target, None):
+            found, given_back = known.again(array, result)  # type: ignore[misc]
+            due: SplitParts = used.arrays[0].parts
+            assert given_back is target or (result is None and given_back.shape == target.shape)
+            assert (found.op, found.root) == (due.op, due.root)
+            for ones, others, of in ((found.sources, due.sources, array), (found.targets, due.targets, given_back)):
+                assert [one.dtype for one in ones] == [other.dtype for other in others]
+                assert [one.size for one in ones] == [other.size for other in others]
+                assert all(one.base is not None and np.may_share_memory(one, of) for one in ones if one.size)
+            if result is not None:
+                for one, other in zip([*found.sources, *found.targets], [*due.sources, *due.targets], strict=True):
+                    assert one.ctypes.data == other.ctypes.data or not one.size
+
+
+@pytest.mark.parametrize("collective", [GATHER, SCATTER])
+def test_outputs_that_are_checked(collective: str):
+    first, second = SHAPES[collective]
+    array, out = np.zeros(first, "f4"), np.zeros(second, "f4")
+    known = known_of(array, out, collective)
+    assert known.again(array, out) is not None
+    frozen, memory = out.copy(), np.zeros(96, "f4")
+    frozen.flags.writeable = False
+    odd = np.zeros(out.nbytes + 1, "u1")[1:].view("f4").reshape(second)
+    for wrong in (
+        np.zeros(second, "f8"), np.zeros(second[::-1], "f4"), np.zeros((*second, 2), "f4")[..., 0], frozen, odd,
+        out.view(np.matrix), out.tolist(), array,
+    ):  # fmt: skip
+        assert known.again(array, wrong) is None, wrong
+    whole = memory[:24].reshape(WHOLE)
+    own = (whole[2:4], whole) if collective == GATHER else (whole, whole[2:4])
+    assert known.again(*own) is None, "in place, or any other overlap"
+    assert known.again(np.zeros((*first, 2), "f4")[..., 0], out) is None, "an array with gaps"
+
+
+def test_a_broadcast_writes_to_arrays_that_take_it():
+    """The root's array is only read."""
+    array = np.zeros(WHOLE, "f4")
+    frozen, gaps = array.copy(), np.zeros((*WHOLE, 2), "f4")[..., 0]
+    frozen.flags.writeable = False
+    for root in (0, RANK):
+        known = known_of(array, array, BROADCAST, root=root)
+        assert known.again(array, array) is not None
+        assert (known.again(frozen, frozen) is None) == (root != RANK)
+        assert known.again(gaps, gaps) is None
+
+
+def test_calls_that_are_not_known():
+    """Lists, arrays of other types, parts with gaps, and arguments of odd types."""
+    array, out = np.zeros(PART, "f4"), np.zeros(WHOLE, "f4")
+    assert known_of(array, out, GATHER) is not None
+    assert known_of([array], [out], GATHER) is None
+    assert known_of(array.view(np.matrix), out, GATHER) is None
+    assert known_of(np.zeros((), "f4"), np.zeros(N, "f4"), GATHER) is None
+    assert known_of(array, np.zeros((2, 12), "f4"), GATHER, axis=1) is None
+    assert known_of(array, out, GATHER, axis=np.int64(0)) is None
+    assert known_of(array[:1], np.zeros((1, 12), "f4"), GATHER, axis=1) is not None, "one row has no gaps"

@@ -69,7 +69,7 @@ class Communicator(Collectives):
     ) -> None:  # fmt: skip
         process.begin()
         process.close_dropped()
-        if isinstance(group, Communicator):
+        if issubclass(type(group), Communicator):
             raise ArgumentError("group is a Communicator. Pass the group that it was made of")
         given = groups.of(group)
         options = Options.of(device, timeout, algorithm, backend, workspace)

@@ -19,7 +19,16 @@ from .calls.sequence import CallSequence
 from .cuda import current_streams
 from .cuda.contexts import using
 from .device.backend import DeviceBackend
-from .errors import ArgumentError, GraphStateError, IpcReduceError, PeerFailedError, Reach, UnsupportedError, report
+from .errors import (
+    ArgumentError,
+    GraphStateError,
+    IpcReduceError,
+    PeerFailedError,
+    Reach,
+    UnsupportedError,
+    reading,
+    report,
+)
 from .graphs.pools import Pools
 from .graphs.session import GraphSession
 from .page.fingerprint import Fingerprint
@@ -80,9 +89,10 @@ class Suspension:
     def _suspend(self, pools: bool, timeout: Any) -> None:
         calls, backend = self._calls, self._backend
         limit = calls.timeout if timeout is None else timeout
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-            raise ArgumentError(f"timeout is {shown(timeout)}. Pass a positive number of seconds, or None")
-        seconds = min(limit, calls.timeout)
+        with reading("timeout", timeout):
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+                raise ArgumentError(f"timeout is {shown(timeout)}. Pass a positive number of seconds, or None")
+            seconds = min(limit, calls.timeout)
         self._check_outside(_SUSPEND)
         if backend is None:
             calls.withdraw()

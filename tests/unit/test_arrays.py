@@ -87,7 +87,7 @@ class Deleted(ByDlpack):
 
 @pytest.mark.parametrize(("error", "text"), [(BufferError("sharded."), "sharded. Pass an array"), (Mute(), "a Mute")])
 def test_an_array_that_does_not_tell_where_it_lies(error: Exception, text: str):
-    with pytest.raises(ArgumentError, match=f"the Deleted does not give its memory: {text}") as caught:
+    with pytest.raises(ArgumentError, match=f"array, a Deleted, does not give its memory: {text}") as caught:
         views.is_device(Deleted(error))
     assert caught.value.__cause__ is error
     with pytest.raises(ArgumentError, match="the Deleted does not give its address: "):
@@ -233,7 +233,7 @@ def test_an_address_of_0_is_refused(versions: bool, monkeypatch: pytest.MonkeyPa
         assert place is not None
         assert place[0] == 0
     for shape in ((6,), ()):
-        with pytest.raises(ArgumentError, match=f"the Producer {NOTHING}"):
+        with pytest.raises(ArgumentError, match=f"array, a Producer, {NOTHING}"):
             views.host_view(Producer(versions, address=0, shape=shape, device=1))
     assert views.host_view(Producer(versions, address=0, shape=(2, 0), device=1)).shape == (2, 0)
 

@@ -31,6 +31,7 @@ from .errors import (
 )
 from .graphs.pools import Pools
 from .graphs.session import GraphSession
+from .interrupts import uninterrupted
 from .page.fingerprint import Fingerprint
 from .ranks.exchange import Agreed
 from .texts import decoded, encoded, shown, text_of, with_limit
@@ -167,8 +168,9 @@ class Suspension:
         return [pools] if wanted else []
 
     def _drop_prepared(self, backend: DeviceBackend) -> None:
-        backend.drop_prepared()
-        self._session.pools.drop_prepared()
+        with uninterrupted():
+            backend.drop_prepared()
+            self._session.pools.drop_prepared()
 
     def _check_outside(self, what: str) -> None:
         """:raises GraphStateError: in a recording, in capture(), or while a current stream is captured."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..dtypes import FLOAT8
 from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError, unreadable
+from ..interrupts import uninterrupted
 from ..texts import kind_of
 from ..types import Stream
 from . import driver
@@ -318,7 +319,8 @@ class _Block:
 
     def __init__(self, allocate: Callable[[], int], free: Callable[[int], None]) -> None:
         self._free = free
-        self.address = allocate()
+        with uninterrupted():
+            self.address = allocate()
 
     def __del__(self) -> None:
         if self.address:

@@ -17,6 +17,7 @@ from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach
+from ..interrupts import uninterrupted
 from ..process import refuse_copies
 from ..texts import kind_of
 from ..types import Stream
@@ -176,8 +177,9 @@ class Graph:
 
     def _open(self, backend: DeviceBackend, recording: Recording) -> None:
         self._pool = self._session.pool_of(self._pool)
-        self._resources = Resources(self._pool, backend.context, recording.segments)
-        weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
+        with uninterrupted():
+            self._resources = Resources(self._pool, backend.context, recording.segments)
+            weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
         recording.pool, recording.stream = self._pool, backend.recording_stream()
         for caller in recording.callers:
             self._session.order(StreamOrder.chain, caller, recording.stream)
@@ -332,6 +334,6 @@ class Graph:
             raise GraphStateError(f"{what} needs a graph that is {states[0]}. This one is {self.state}: {advice}")
 
     def _end(self, state: str) -> None:
-        if self._resources is not None:
-            self._resources.release()
         self._parts, self._held, self._again, self._state = [], [], None, state
+        if self._resources is not None:  # last: after an interrupt close() comes here again
+            self._resources.release()

@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..interrupts import uninterrupted
 from ..originals import Socket
 from . import exchange
 from .exchange import Channel, Kind
@@ -134,11 +135,12 @@ def several_handed_over(
         held.callback(lambda: _close(*chain(*every)))
 
         def make() -> dict[str, Any]:
-            own.extend(export() for export in exports)
             name = f"ipcreduce-{secrets.token_hex(16)}"
-            for rank in others:
-                boxes[rank] = Mailbox(f"{name}-{rank}")
-                held.callback(boxes[rank].close)
+            with uninterrupted():
+                own.extend(export() for export in exports)
+                for rank in others:
+                    boxes[rank] = Mailbox(f"{name}-{rank}")
+                    held.callback(boxes[rank].close)
             return {"socket": name, "pid": os.getpid(), "nbytes": nbytes}
 
         places = exchange.share(ranks, _PLACE, make, deadline, f"exporting {what}")

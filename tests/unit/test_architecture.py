@@ -21,7 +21,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # A module imports none of a later layer. The longest prefix of its name counts.
-_FIRST = "errors", "logs", "types", "dtypes", "texts", "advice", "habits", "process", "float_state"
+_FIRST = "errors", "logs", "types", "dtypes", "texts", "advice", "habits", "process", "float_state", "interrupts"
 LAYERS = (
     ("ipcreduce.originals", "ipcreduce.clock"),
     tuple(f"ipcreduce.{name}" for name in _FIRST),

@@ -94,6 +94,17 @@ def test_an_array_that_does_not_tell_where_it_lies(error: Exception, text: str):
         locations.locate(Deleted(error))
 
 
+def test_a_deleted_array_is_said_to_be_deleted():
+    """As in test_jax.py, which needs JAX."""
+    array = Deleted(TypeError("object of type 'NoneType' has no len()"))
+    array.is_deleted = lambda: True
+    with pytest.raises(ArgumentError, match="out, a Deleted, does not give its memory: it was deleted, or donated"):
+        views.is_device(array, "out")
+    array.is_deleted = lambda: False
+    with pytest.raises(ArgumentError, match="NoneType"):
+        views.is_device(array, "out")
+
+
 class Tensor:
     """As PyTorch's: both protocols, of which the interface fails in ways of its own."""
 

@@ -262,7 +262,7 @@ def test_ctrl_c_ends_only_a_step_that_waits(waits: bool):
 
     with pytest.raises(KeyboardInterrupt):
         act()
-    assert ended == [] if waits else ["the step"]
+    assert ended == ([] if waits else ["the step"])
     assert len(world.requests) == 1
 
 

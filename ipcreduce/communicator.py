@@ -69,17 +69,17 @@ class Communicator(Collectives):
     ) -> None:  # fmt: skip
         process.begin()
         process.close_dropped()
-        if isinstance(group, Communicator):
+        if issubclass(type(group), Communicator):
             raise ArgumentError("group is a Communicator. Pass the group that it was made of")
         given = groups.of(group)
         options = Options.of(device, timeout, algorithm, backend, workspace)
         with startup.starting(given, options) as started:
-            self._open = OpenCommunicator(self, options, started)
+            self._open = started.opened = OpenCommunicator(self, options, started)
+            process.add(self._open)  # within the block: an interrupt behind it leaves what close_dropped() closes
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if is_logged(INFO):
                 log(INFO, "ipcreduce made a communicator: %s", "; ".join(self.describe().splitlines()))
-        process.add(self._open)
 
     # ---- identity
     @property

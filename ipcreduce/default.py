@@ -171,7 +171,7 @@ def allreduce(
     """
     if more:
         raise TypeError(habits.BY_POSITION)
-    if not isinstance(comm, Communicator):
+    if type(comm) is not Communicator:
         comm = _chosen(comm, _first(array))
     if then is not None or sms is not None:
         return comm.allreduce(array, op, out=out, then=then, sms=sms, stream=stream)
@@ -182,7 +182,7 @@ def _chosen(comm: Communicator | None, array: Any) -> Communicator:
     """The communicator of a call on ``array``. :raises ArgumentError: if ``comm`` is none."""
     if comm is None:
         return _default_for(array)
-    if not isinstance(comm, Communicator):
+    if not issubclass(type(comm), Communicator):
         raise ArgumentError(f"comm is {kind_of(comm)}, which is no ipcreduce.Communicator. Make one: Communicator(it)")
     return comm
 
@@ -247,7 +247,7 @@ def broadcast(array: Any, root: int = 0, *, comm: Communicator | None = None, **
 
 
 def _first(array: Any) -> Any:
-    return array[0] if isinstance(array, (list, tuple)) and array else array
+    return array[0] if type(array) in (list, tuple) and array else array
 
 
 provide_default(get_communicator)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from . import advice
-from .errors import ArgumentError, naming_member
+from .errors import ArgumentError, naming_member, reading
 from .float_state import in_standard_state
 from .texts import shown
 
@@ -60,6 +60,11 @@ def op_name(op: Any, dtype: np.dtype[Any] | None = None) -> str:
     :param dtype: that of the arrays; None if it is not known yet.
     :raises ArgumentError: if ``op`` is none of these, or if it is ``any`` or ``all`` and ``dtype`` is not bool.
     """
+    with reading("op", op):
+        return _op_name(op, dtype)
+
+
+def _op_name(op: Any, dtype: np.dtype[Any] | None) -> str:
     name = _OPS.get(str.lower(op)) if isinstance(op, str) else next(_names_of(op), None)
     if name is None:
         raise ArgumentError(f"there is no op {_shown(op)}. The ops are {_ALL}. {advice.for_op(op, _OPS)}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
-from .texts import printable, text_of
+from .texts import kind_of, printable, text_of
 
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
 PUBLISHED = False  # True once a package index has this package. Until then pip installs it from a clone
@@ -66,6 +67,35 @@ def naming_member(index: int | None) -> Iterator[None]:
         if index is None:
             raise
         raise ArgumentError(f"member {index} of the list: {text_of(error)}") from error
+
+
+class reading:
+    """A context manager in which an argument's own methods run: an exception of theirs becomes :class:`ArgumentError`.
+
+    Even ``isinstance()`` may raise one, as for a ``weakref.proxy`` whose object is gone.
+
+    :param expected: exceptions that pass unchanged, since the caller handles them.
+    """
+
+    __slots__ = ("_name", "_passing", "_value")
+
+    def __init__(self, name: str, value: Any, *expected: type[Exception]) -> None:
+        self._name, self._value, self._passing = name, value, (IpcReduceError, MemoryError, *expected)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, self._passing):
+            raise unreadable(self._name, self._value, error) from error
+
+
+def unreadable(name: str, value: Any, error: Exception) -> ArgumentError:
+    """The error for an argument called ``name``, a method of which has raised ``error``."""
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    return ArgumentError(
+        f"{name} is {kind_of(value)}, which cannot be read ({reason}). Pass an object whose methods raise nothing"
+    )
 
 
 class UnsupportedError(IpcReduceError):

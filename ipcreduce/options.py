@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError
+from .errors import ArgumentError, reading
 from .texts import described, printable, shown, text_of, whole
 
 _PREFIX = "IPCREDUCE_"
@@ -167,9 +167,12 @@ def is_on(variable: str) -> bool:
 
 def checked_sms(sms: Any) -> int:
     """The argument ``sms`` of a call. :raises ArgumentError: if it is no int from 1 on."""
-    if not _is_ordinal(sms) or not 1 <= sms < 1 << 31:
-        raise ArgumentError(f"sms is {shown(sms)}. Pass how many blocks the call may have, from 1, or leave it away")
-    return int(sms)
+    with reading("sms", sms):
+        if not _is_ordinal(sms) or not 1 <= sms < 1 << 31:
+            raise ArgumentError(
+                f"sms is {shown(sms)}. Pass how many blocks the call may have, from 1, or leave it away"
+            )
+        return int(sms)
 
 
 _warned: set[str] = set()  # the variables about which this process has warned

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from . import clock
+from . import clock, process
 from .cuda.compiler import kernel_directory
 from .device.backend import DeviceBackend
 from .device.devices import raise_wrong
 from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
 from .host.segment import Segment
 from .host.shared import SharedReducer
+from .interrupts import uninterrupted
 from .ipc import peers as ipc_startup
 from .nccl import join as nccl_startup
 from .options import Options
@@ -57,6 +58,7 @@ class Started:
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl" and "shm" (host arrays through shared memory)
         that was tried and is not used.
     :ivar warnings: what to warn of, once all is made.
+    :ivar opened: what the block has made of these parts, and given to the process.
     """
 
     ranks: Ranks
@@ -66,9 +68,12 @@ class Started:
     backend: DeviceBackend | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    opened: process.Closable | None = None
 
     def close(self) -> None:
         """Give everything back."""
+        if self.opened in process.live:
+            process.live.remove(self.opened)
         if self.backend is not None:
             with suppress(IpcReduceError):
                 self.backend.close(_CLOSE_SECONDS, ())
@@ -312,11 +317,12 @@ def _share(ranks: Ranks, name: str, kind: type[_Shared], deadline: float) -> _Sh
     error: Exception | None = None
     path = ""
     try:
-        mine = kind.create(rank, n) if rank == 0 else None
-    except (OSError, UnsupportedError) as caught:
-        error = caught
-    try:
-        path = mine.path if mine is not None else ""
+        try:
+            with uninterrupted():
+                mine = kind.create(rank, n) if rank == 0 else None
+                path = mine.path if mine is not None else ""
+        except (OSError, UnsupportedError) as caught:
+            error = caught
         record = exchange.message(exchange.PAGE, error, path=path)
         pages = exchange.allgather(ranks, record, deadline, f"creating {name}")
         path = bytes(pages[0]["path"]).decode()

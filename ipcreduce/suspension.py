@@ -19,9 +19,19 @@ from .calls.sequence import CallSequence
 from .cuda import current_streams
 from .cuda.contexts import using
 from .device.backend import DeviceBackend
-from .errors import ArgumentError, GraphStateError, IpcReduceError, PeerFailedError, Reach, UnsupportedError, report
+from .errors import (
+    ArgumentError,
+    GraphStateError,
+    IpcReduceError,
+    PeerFailedError,
+    Reach,
+    UnsupportedError,
+    reading,
+    report,
+)
 from .graphs.pools import Pools
 from .graphs.session import GraphSession
+from .interrupts import uninterrupted
 from .page.fingerprint import Fingerprint
 from .ranks.exchange import Agreed
 from .texts import decoded, encoded, shown, text_of, with_limit
@@ -80,9 +90,10 @@ class Suspension:
     def _suspend(self, pools: bool, timeout: Any) -> None:
         calls, backend = self._calls, self._backend
         limit = calls.timeout if timeout is None else timeout
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-            raise ArgumentError(f"timeout is {shown(timeout)}. Pass a positive number of seconds, or None")
-        seconds = min(limit, calls.timeout)
+        with reading("timeout", timeout):
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+                raise ArgumentError(f"timeout is {shown(timeout)}. Pass a positive number of seconds, or None")
+            seconds = min(limit, calls.timeout)
         self._check_outside(_SUSPEND)
         if backend is None:
             calls.withdraw()
@@ -157,8 +168,9 @@ class Suspension:
         return [pools] if wanted else []
 
     def _drop_prepared(self, backend: DeviceBackend) -> None:
-        backend.drop_prepared()
-        self._session.pools.drop_prepared()
+        with uninterrupted():
+            backend.drop_prepared()
+            self._session.pools.drop_prepared()
 
     def _check_outside(self, what: str) -> None:
         """:raises GraphStateError: in a recording, in capture(), or while a current stream is captured."""

@@ -14,6 +14,7 @@ from typing import Any
 _SHOWN = (str, bytes, bool, int, float, complex)  # messages show the values of these types
 _CUT = b"..."
 _MAX_BITS = 2_000
+_qualname = type.__dict__["__qualname__"].__get__
 _NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
 
 
@@ -34,12 +35,18 @@ def shown(value: Any) -> str:
         return "int"  # of as many digits as Python may refuse to print
     if value is None or type(value) in _SHOWN:
         return printable(reprlib.repr(value))
-    return type(value).__qualname__
+    return type_name(value)
+
+
+def type_name(value: Any) -> str:
+    """The name of the value's type, of which no metaclass is asked."""
+    name: str = _qualname(type(value))
+    return name
 
 
 def kind_of(value: Any) -> str:
     """The value's type with its article, as in "it is an int"."""
-    name = type(value).__qualname__
+    name = type_name(value)
     return f"{'an' if name.startswith(('a', 'e', 'i', 'o', 'nd')) else 'a'} {name}"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..calls.request import Request
 from ..cuda import torch_runtime
 from ..dtypes import kind_name, op_name, reduced_as
-from ..errors import ArgumentError
+from ..errors import ArgumentError, reading
 from ..texts import kind_of
 from . import views
 from .operands import check_own_elements, check_same_kind, check_writable
@@ -124,7 +124,8 @@ def as_numpy(array: Any, what: str) -> Array:
         return np.asarray(array)
     for number, convert in _NUMBERS:
         if isinstance(array, number):
-            return np.asarray(convert(array))
+            with reading(what, array):
+                return np.asarray(convert(array))
     return views.host_view(array, what)
 
 
@@ -135,7 +136,7 @@ def _target(array: Any, source: Array, out: Any) -> Array:
             f"the result of a number is a number, which cannot go into out, {kind_of(out)}. Leave out= "
             "away, or pass array as an array without dimensions: numpy.asarray(it)"
         )
-    if isinstance(out, views.NUMBERS) or views.is_device(out, "out"):
+    if views.is_device(out, "out") or isinstance(out, views.NUMBERS):
         raise ArgumentError(
             f"array lies on the host, but out is {kind_of(out)}. Pass a NumPy array or a CPU tensor as "
             "out, or leave out= away for a new array"

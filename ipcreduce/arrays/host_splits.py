@@ -90,7 +90,7 @@ class HostSplitArray:
         self._prepare()
 
     def _output(self, out: Any) -> Array:
-        if isinstance(out, views.NUMBERS) or views.is_device(out, "out"):
+        if views.is_device(out, "out") or isinstance(out, views.NUMBERS):
             raise ArgumentError(
                 f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array as out"
             )

@@ -17,7 +17,7 @@ from ..calls.addresses import addresses_of
 from ..calls.request import Member, Request
 from ..cuda import cupy_runtime, torch_runtime
 from ..dtypes import list_kinds, op_name
-from ..errors import ArgumentError, naming_member
+from ..errors import ArgumentError, naming_member, reading
 from ..texts import kind_of
 from . import views
 from .host_operands import Array, HostOperands, Part
@@ -27,8 +27,8 @@ Members = Sequence[Any]
 
 
 def is_list(array: Any) -> bool:
-    """True for a list or a tuple, which a call takes as a list of arrays."""
-    return isinstance(array, (list, tuple))
+    """True for a list or a tuple, which a call takes as a list of arrays. No method of the object runs."""
+    return issubclass(type(array), (list, tuple))
 
 
 def outputs(arrays: Members, out: Any) -> Members:
@@ -40,11 +40,13 @@ def outputs(arrays: Members, out: Any) -> Members:
             f"array is a list of {len(arrays)} arrays, but out is {kind_of(out)}. Pass a list of "
             f"{len(arrays)} arrays as out, or leave out= away for new ones"
         )
-    if len(out) != len(arrays):
+    with reading("out", out):
+        given = [*out]
+    if len(given) != len(arrays):
         raise ArgumentError(
-            f"array is a list of {len(arrays)} arrays, but out is a list of {len(out)}. Pass an output for each array"
+            f"array is a list of {len(arrays)} arrays, but out is a list of {len(given)}. Pass an output for each array"
         )
-    for index, output in enumerate(out):
+    for index, output in enumerate(given):
         if output is None:
             raise ArgumentError(
                 f"member {index} of the list: out is None. Pass an output for each array, or no out= for new ones"
@@ -58,7 +60,9 @@ def on_device(arrays: Members) -> bool | None:
     :raises ArgumentError: if a member is no array, or if some lie on a GPU and some on the host.
     """
     places = []
-    for index, array in enumerate(arrays):
+    with reading("array", arrays):
+        members = [*arrays]
+    for index, array in enumerate(members):
         with naming_member(index):
             _check_is_array(array, arrays)
             places.append(views.is_device(array))
@@ -74,7 +78,7 @@ def on_device(arrays: Members) -> bool | None:
 def _check_is_array(array: Any, arrays: Members) -> None:
     if array is None:
         raise ArgumentError("it is None, as the gradient of an unused parameter is. Leave it out on every rank")
-    if isinstance(array, (*views.NUMBERS, list, tuple, str)):
+    if issubclass(type(array), (*views.NUMBERS, list, tuple, str)):
         advised = advice.for_member(array, arrays)
         raise ArgumentError(f"it is {kind_of(array)}, and no array. {advised}")
 
@@ -106,7 +110,7 @@ class ListCall(NamedTuple):
     @property
     def first(self) -> Any:
         """The array of whose library the current stream is."""
-        return self.arrays[0] if self.arrays else None
+        return next(iter(self.arrays), None)
 
     def on_device(self) -> bool | None:
         """True if all members lie on a GPU. See :func:`on_device`."""

@@ -20,7 +20,7 @@ from ..calls.request import Member, Request
 from ..cuda import torch_runtime
 from ..cuda.expressions import Expression, Operand
 from ..dtypes import BFLOAT16, DTYPES, VIEWS, kind_name, op_name
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, reading
 from ..float_state import in_standard_state
 from ..texts import kind_of, printable, shown, text_of
 from . import views
@@ -69,8 +69,9 @@ class Map:
     __slots__ = "__weakref__", "_expression", "_host", "_key", "_operands", "_values"
 
     def __init__(self, expression: str, /, *, host: Callable[..., Any] | None = None, **operands: Any) -> None:
-        if not isinstance(expression, str) or not expression.strip():
+        if not issubclass(type(expression), str) or not str.strip(expression):
             raise ArgumentError(f'the expression is {shown(expression)}. Pass C++ in a str, such as "v * s + a"')
+        expression = str.__str__(expression)  # of no subclass, whose methods may be its own
         if "\0" in expression or (not expression.isascii() and printable(expression) != expression):
             raise ArgumentError(f"the expression is {shown(expression)}, with a NUL or no UTF-8. Pass other characters")
         if host is not None and not callable(host):
@@ -114,9 +115,9 @@ def _check_name(name: str) -> None:
 
 def check_call(array: Any, out: Any, then: Any) -> None:
     """Check that a call can have an expression. :raises IpcReduceError: if not."""
-    if not isinstance(then, Map):
+    if not issubclass(type(then), Map):
         raise ArgumentError(f"then is {shown(then)}, which is no ipcreduce.Map. Pass then=ipcreduce.Map(...)")
-    if isinstance(array, (list, tuple)):
+    if issubclass(type(array), (list, tuple)):
         raise UnsupportedError("a list of arrays cannot have then=. Make a call for each array")
     for one in (array, out, *then.operands.values()):
         if torch_runtime.is_tensor(one) and one.requires_grad and torch_runtime.torch.is_grad_enabled():
@@ -160,7 +161,7 @@ def _number(name: str, value: Any, kind: str) -> np.ndarray[Any, Any]:
     else:
         of = "float64" if isinstance(value, float) else "int64"
     try:
-        with np.errstate(all="ignore"):
+        with reading(f"the operand {name}", value, OverflowError), np.errstate(all="ignore"):
             return np.asarray(value).astype(of) if isinstance(value, np.generic) else np.array(value, of)
     except OverflowError:
         raise ArgumentError(f"the operand {name} does not fit into {of}. Pass a smaller number") from None
@@ -227,7 +228,7 @@ class DeviceMap:
         self._words: list[int] = []  # by operand, the address of its array, or the bits of its number
         self._arrays: list[Any] = []  # the operands that kernels read: contiguous, and on the call's GPU
         for name, value in then.operands.items():
-            if isinstance(value, NUMBERS):
+            if issubclass(type(value), NUMBERS):
                 number = _number(name, value, kind)
                 operands.append(Operand(name, number.dtype.name, "scalar"))
                 self._words.append(int.from_bytes(number.tobytes(), "little"))
@@ -310,7 +311,7 @@ class HostMap:
         self._values: dict[str, Any] = {}
         operands = []
         for name, value in then.operands.items():
-            if isinstance(value, NUMBERS):
+            if issubclass(type(value), NUMBERS):
                 operands.append(Operand(name, _number(name, value, used.kind).dtype.name, "scalar"))
                 self._values[name] = value
                 continue

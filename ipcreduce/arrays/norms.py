@@ -14,7 +14,7 @@ import numpy as np
 
 from ..calls.request import GROUP, ITEMSIZES, NormShape
 from ..dtypes import DTYPES, FLOAT8
-from ..errors import ArgumentError
+from ..errors import ArgumentError, reading
 from ..texts import kind_of, shown
 from . import views
 from .operands import check_own_elements, check_writable
@@ -43,7 +43,7 @@ class FP8:
             raise ArgumentError('FP8 takes either a scale or per. Pass FP8(scale=array), FP8(per="token") or per=128')
         if per is not None and not (per == "token" if isinstance(per, str) else type(per) is int and per == GROUP):
             raise ArgumentError(f'FP8 has no scales per {shown(per)}. Pass per="token" or per={GROUP}')
-        if isinstance(scale, (str, list, tuple, *views.NUMBERS)):
+        if issubclass(type(scale), (str, list, tuple, *views.NUMBERS)):
             raise ArgumentError(
                 f"the scale of FP8 is {kind_of(scale)}, and no array. Pass an array of one float32, on the "
                 "GPU if the other arrays are"
@@ -115,7 +115,7 @@ def on_device(given: NormArguments) -> bool:
     :raises ArgumentError: if an argument is no array, or if some lie on a GPU and some on the host; or if ``quantize``
         is no :class:`FP8`, or is missing although there are outputs for it.
     """
-    if given.quantize is not None and not isinstance(given.quantize, FP8):
+    if given.quantize is not None and not issubclass(type(given.quantize), FP8):
         raise ArgumentError(
             f"quantize is {shown(given.quantize)}. Pass an ipcreduce.FP8, or leave quantize= away for no quantisation"
         )
@@ -126,7 +126,7 @@ def on_device(given: NormArguments) -> bool:
         raise ArgumentError("scales_out is given beside a given scale, which is returned. Leave scales_out= away")
     places: dict[str, bool] = {}
     for name, array in given.arrays().items():
-        if isinstance(array, views.NUMBERS):
+        if issubclass(type(array), views.NUMBERS):
             raise ArgumentError(f"{name} is {kind_of(array)}, and no array. Pass an array")
         places[name] = views.is_device(array, name)
         if places[name] != places["x"]:
@@ -171,13 +171,13 @@ def shape_of(given: NormArguments, x: Any) -> NormShape:
 
 def _number(value: Any, name: str, least: float = -math.inf) -> float:
     """The number, rounded to float32; 0 for -0, as Python takes calls for the same that differ in that."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+    if type(value) is bool or not issubclass(type(value), (int, float, np.floating, np.integer)):
         raise ArgumentError(f"{name} is {kind_of(value)}. Pass a number: float(it)")
     if type(value) is float:
         rounded = c_float(value).value  # a tenth of the time that NumPy takes with its warnings off
     else:
         try:
-            with np.errstate(all="ignore"):
+            with reading(name, value, OverflowError), np.errstate(all="ignore"):
                 rounded = float(np.float32(value))
         except OverflowError:  # an int that is no float64 either
             rounded = math.inf

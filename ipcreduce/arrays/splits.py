@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..calls.request import Split
 from ..cuda import torch_runtime
-from ..errors import ArgumentError
+from ..errors import ArgumentError, reading
 from ..texts import shown
 from . import lists, views
 from .operands import check_own_elements
@@ -82,7 +83,7 @@ class SplitArguments(NamedTuple):
     @property
     def first(self) -> Any:
         """The array of whose library the current stream is."""
-        return self.arrays[0] if self.arrays else None
+        return next(iter(self.arrays), None)
 
     def on_device(self) -> bool | None:
         """True if all arrays lie on a GPU, False if they lie on the host, None for an empty list."""
@@ -101,22 +102,21 @@ class SplitArguments(NamedTuple):
                 raise ArgumentError(f"root is {root}. Pass a rank from 0 to {self.n - 1}")
             return Splitting(Split(BROADCAST, root=root), self.rank, self.n)
         if sizes is not None:
-            if not isinstance(sizes, (list, tuple, np.ndarray)) or len(sizes) != self.n:
-                raise ArgumentError(
-                    f"sizes is {shown(sizes)}. Pass {self.n} ints, the length of each rank's part along axis"
-                )
-            sizes = tuple(_whole_number(size, "a member of sizes") for size in sizes)
+            with reading("sizes", sizes):
+                if not isinstance(sizes, (list, tuple, np.ndarray)) or len(sizes) != self.n:
+                    raise ArgumentError(
+                        f"sizes is {shown(sizes)}. Pass {self.n} ints, the length of each rank's part along axis"
+                    )
+                sizes = tuple(_whole_number(size, "a member of sizes") for size in sizes)
             if min(sizes) < 0:
                 raise ArgumentError(f"sizes is {[*sizes]}. Pass lengths of 0 or more")
         return Splitting(Split(collective, _whole_number(axis, "axis"), sizes), self.rank, self.n)
 
 
 def _whole_number(value: Any, name: str) -> int:
-    if not isinstance(value, (bool, np.bool_)):
-        try:
+    with reading(name, value), suppress(TypeError):
+        if not isinstance(value, (bool, np.bool_)):
             return operator.index(value)
-        except TypeError:
-            pass
     raise ArgumentError(f"{name} is {shown(value)}. Pass an int")
 
 

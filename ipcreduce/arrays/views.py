@@ -15,7 +15,7 @@ from ..cuda import array_protocols, cupy_runtime, streams, torch_runtime, torch_
 from ..cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from ..dtypes import KIND_NAMES
 from ..errors import ArgumentError, IpcReduceError
-from ..texts import text_of
+from ..texts import kind_of, text_of, type_name
 from ..types import Stream
 
 NUMBERS = (np.generic, bool, int, float, complex)
@@ -39,14 +39,14 @@ def is_device(array: Any, what: str = "array") -> bool:
     except IpcReduceError:
         raise
     except Exception as error:  # JAX raises for an array that is sharded or deleted
-        raise ArgumentError(_refused(array, error)) from error
+        raise ArgumentError(_refused(array, error, what)) from error
 
 
 def _is_device(array: Any, what: str) -> bool:
     if problem := torch_tensors.problem(array):
         raise ArgumentError(f"{what} {problem}")
     kind = type(array)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = f"{kind.__module__}.{type_name(array)}"
     if array_protocols.has(array, "__dlpack_device__"):
         device_type = int(array.__dlpack_device__()[0])
         if device_type in (*_ON_GPU, *_ON_HOST):
@@ -133,17 +133,21 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
                 f"{what} is a {kind} of bfloat16 on the host, which NumPy does not take by DLPack. Pass NumPy's view "
                 "of it, with dtype ml_dtypes.bfloat16"
             ) from error
-        raise ArgumentError(_refused(array, error)) from error
+        raise ArgumentError(_refused(array, error, what)) from error
 
 
-def _refused(array: Any, error: object) -> str:
-    kind, dtype = type(array).__qualname__, _dtype_text(array)
+def _refused(array: Any, error: object, what: str = "array") -> str:
+    kind, dtype = type_name(array), _dtype_text(array)
     name = dtype.rpartition(".")[2]  # PyTorch's dtypes begin with "torch."
     if name and name not in KIND_NAMES:
         allowed = ", ".join(KIND_NAMES)
         remedy = advice.for_dtype_named(name)
         return f"a {kind} of {dtype} cannot be reduced. The dtypes are {allowed}. {remedy}"
-    return f"the {kind} does not give its memory: {text_of(error).rstrip('.')}. Pass an array that does, or a copy"
+    reason = text_of(error).rstrip(".")
+    with suppress(Exception):
+        if array.is_deleted():  # one of JAX, whose own text is about a NoneType
+            reason = "it was deleted, or donated to a function"
+    return f"{what}, {kind_of(array)}, does not give its memory: {reason}. Pass an array that does, or a copy"
 
 
 def _dtype_text(array: Any) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import FLOAT8
-from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError
+from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError, unreadable
+from ..interrupts import uninterrupted
 from ..texts import kind_of
 from ..types import Stream
 from . import driver
@@ -223,7 +224,12 @@ def stream_of(stream: Any = None) -> tuple[Stream, Any]:
     if stream is None:
         stream = (cupy or load()).cuda.get_current_stream()
         return stream.ptr, stream
-    return _handle(stream), stream
+    try:
+        return _handle(stream), stream
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise unreadable("stream", stream, error) from error
 
 
 def keeps(owner: Any, handle: Stream) -> bool:
@@ -239,14 +245,17 @@ def keeps(owner: Any, handle: Stream) -> bool:
 
 
 def _handle(stream: Any) -> Stream:
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return Stream(stream)
-    if hasattr(stream, "__cuda_stream__"):
+    found = None
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        found = stream
+    elif hasattr(stream, "__cuda_stream__"):
         protocol = stream.__cuda_stream__
-        return Stream(int((protocol() if callable(protocol) else protocol)[1]))
-    for attribute in ("ptr", "cuda_stream"):
-        if isinstance(getattr(stream, attribute, None), int):
-            return Stream(int(getattr(stream, attribute)))
+        found = int((protocol() if callable(protocol) else protocol)[1])
+    else:
+        handles = (getattr(stream, name, None) for name in ("ptr", "cuda_stream"))
+        found = next((handle for handle in handles if isinstance(handle, int)), None)
+    if found is not None and 0 <= found < 1 << 64:
+        return Stream(int(found))
     raise ArgumentError(
         f"stream is {kind_of(stream)}, which is no stream. Pass an int, a CuPy stream or an object with "
         "__cuda_stream__, or leave stream= away for the current stream"
@@ -310,7 +319,8 @@ class _Block:
 
     def __init__(self, allocate: Callable[[], int], free: Callable[[int], None]) -> None:
         self._free = free
-        self.address = allocate()
+        with uninterrupted():
+            self.address = allocate()
 
     def __del__(self) -> None:
         if self.address:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import INSTALL, CudaError, UnsupportedError, first_line
+from ..interrupts import uninterrupted
 from ..types import Stream
 
 IPC_HANDLE_BYTES = 64
@@ -146,7 +147,7 @@ def synchronize() -> None:
 
     The wait is that of cuMemFree: cuCtxSynchronize would end every capture in the context (both seen on H100, CUDA 13).
     """
-    with relaxed():
+    with uninterrupted(), relaxed():
         try:
             address = allocate(1)
         except CudaError as error:
@@ -197,12 +198,13 @@ def fill(address: int, byte: int, nbytes: int) -> None:
 
     It makes a stream for this: the default stream is unusable while a stream that synchronises with it captures.
     """
-    stream = call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
-    try:
-        call("cuMemsetD8Async", address, byte, nbytes, stream)
-        call("cuStreamSynchronize", stream)
-    finally:
-        call("cuStreamDestroy", stream)
+    with uninterrupted():
+        stream = call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+        try:
+            call("cuMemsetD8Async", address, byte, nbytes, stream)
+            call("cuStreamSynchronize", stream)
+        finally:
+            call("cuStreamDestroy", stream)
 
 
 def copy_to_host(data: np.ndarray, address: int) -> None:

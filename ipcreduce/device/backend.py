@@ -16,6 +16,7 @@ from ..calls.request import Request
 from ..calls.sequence import CallSequence
 from ..cuda import driver, streams
 from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, report
+from ..interrupts import uninterrupted
 from ..originals import time
 from ..page.control_page import REFUSED, TOLD, Page
 from ..ranks.exchange import Channel
@@ -137,7 +138,8 @@ class DeviceBackend(Backend):
     def recording_stream(self) -> Stream:
         """The one stream of all recordings. There is one, since the pools of graphs keep memory of streams apart."""
         if self.order.recording_stream is None:
-            self.order.recording_stream = streams.create_stream()
+            with uninterrupted():
+                self.order.recording_stream = streams.create_stream()
         return self.order.recording_stream
 
     # ---- suspend and resume: the methods are called in this order, by :mod:`ipcreduce.suspension`

@@ -18,6 +18,7 @@ from typing import Any
 from .. import clock, process
 from ..cuda.contexts import using_relaxed
 from ..errors import CudaError
+from ..interrupts import uninterrupted
 from ..originals import Thread
 from ..page import watchdog
 from ..page.control_page import Page
@@ -91,7 +92,7 @@ def free_later(context: int, *actions: Action) -> None:
     """Run actions that free something in ``context``, in their order, in a thread and at a time that do no harm."""
     if process.is_over():
         return
-    _deferred.extend((context, action) for action in actions)
+    _deferred.extend([(context, action) for action in actions])  # all, or none: a generator can be interrupted
     if watchdog.is_watching():
         with suppress(OSError):  # no thread: the next flush() does it
             Thread(flush, "ipcreduce-finaliser").start()
@@ -111,7 +112,7 @@ def flush() -> None:
     if process.is_over():
         return
     for item in [item for item in _awaited if item[0]()]:
-        with suppress(ValueError):  # another thread has found it too
+        with uninterrupted(), suppress(ValueError):  # another thread has found it too
             _awaited.remove(item)
             _deferred.extend((item[1], action) for action in item[2])
     token = object()
@@ -123,7 +124,8 @@ def flush() -> None:
                 if not _no_call_runs(held):
                     return
                 while _deferred:  # items are taken out only here
-                    attempt(*_deferred.popleft())
+                    with uninterrupted():
+                        attempt(*_deferred.popleft())
         finally:
             _flushing.release(token)
 

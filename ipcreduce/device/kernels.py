@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
 from ..cuda.expressions import Expression
+from ..interrupts import uninterrupted
 from ..originals import RLock
 from . import background
 
@@ -158,11 +159,12 @@ class Kernels:
     def _take(self, kernel: Kernel, cubin: bytes | None = None) -> bool:
         """Use a kernel that is loaded, or is to be loaded from ``cubin``. False if there is none."""
         key = self._context, self._about_ranks(kernel), kernel
-        function = take(key, kernel.name, cubin)
-        if function is None:
-            return False
-        self._functions[kernel] = function
-        self._taken.append(key)
+        with uninterrupted():
+            function = take(key, kernel.name, cubin)
+            if function is None:
+                return False
+            self._functions[kernel] = function
+            self._taken.append(key)
         return True
 
     def release_actions(self) -> list[Callable[[], None]]:

@@ -94,5 +94,5 @@ def get_forward_context() -> ForwardContext | None:
 
 def check_word(name: str, word: Any, words: tuple[str, ...]) -> None:
     """Check that an argument called ``name`` is one of ``words``. :raises ArgumentError: if not."""
-    if not isinstance(word, str) or word not in words:
+    if not issubclass(type(word), str) or str.__str__(word) not in words:
         raise ArgumentError(f"{name} must be one of {', '.join(words)}, not {shown(word)}")

@@ -17,7 +17,9 @@ from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach
+from ..interrupts import uninterrupted
 from ..process import refuse_copies
+from ..texts import kind_of
 from ..types import Stream
 from .address_check import CHECKS, AddressCheck, Inputs, named
 from .breaks import Break, check_task, current, open_recordings
@@ -50,13 +52,13 @@ class Graph:
         self, comm: HasSession | None = None, *, pool: GraphPool | None = None, check: str = "first",
         breaks: bool = True, name: str = "",
     ) -> None:  # fmt: skip
-        if pool is not None and not isinstance(pool, GraphPool):
-            raise ArgumentError(f"pool must be another graph's .pool, not {type(pool).__qualname__}")
-        if not isinstance(name, str):
-            raise ArgumentError(f"name must be a str, not {type(name).__qualname__}")
+        if pool is not None and not issubclass(type(pool), GraphPool):
+            raise ArgumentError(f"pool must be another graph's .pool, not {kind_of(pool)}")
+        if not issubclass(type(name), str):
+            raise ArgumentError(f"name must be a str, not {kind_of(name)}")
         check_word("check", check, CHECKS)
         self._comm, self._session = comm, session_of(comm)  # a communicator that nobody has is closed
-        self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
+        self._pool, self._check, self._breaks, self._name = pool, check, breaks, str.__str__(name)
         self._inputs: AddressCheck | None = None
         self._state = "empty"
         self._parts: list[Segment | Break] = []
@@ -175,8 +177,9 @@ class Graph:
 
     def _open(self, backend: DeviceBackend, recording: Recording) -> None:
         self._pool = self._session.pool_of(self._pool)
-        self._resources = Resources(self._pool, backend.context, recording.segments)
-        weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
+        with uninterrupted():
+            self._resources = Resources(self._pool, backend.context, recording.segments)
+            weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
         recording.pool, recording.stream = self._pool, backend.recording_stream()
         for caller in recording.callers:
             self._session.order(StreamOrder.chain, caller, recording.stream)
@@ -331,6 +334,6 @@ class Graph:
             raise GraphStateError(f"{what} needs a graph that is {states[0]}. This one is {self.state}: {advice}")
 
     def _end(self, state: str) -> None:
-        if self._resources is not None:
-            self._resources.release()
         self._parts, self._held, self._again, self._state = [], [], None, state
+        if self._resources is not None:  # last: after an interrupt close() comes here again
+            self._resources.release()

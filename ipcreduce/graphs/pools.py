@@ -8,6 +8,7 @@ from weakref import WeakSet
 from ..cuda import virtual_memory
 from ..cuda.contexts import using_relaxed
 from ..device.deferred_free import attempt
+from ..interrupts import uninterrupted
 from ..ranks.exchange import Channel
 from .pool import UNIT, GraphPool
 
@@ -44,14 +45,14 @@ class Pools:
     # ---- Each of these may raise CudaError. Nothing runs on the GPU.
     def prepare_suspension(self) -> None:
         """Create what :meth:`suspend` needs."""
-        with using_relaxed(self._context):
+        with using_relaxed(self._context), uninterrupted():
             piece = virtual_memory.rounded(self._device, 1)
             self._piece = virtual_memory.create(self._device, piece, exportable=False)
 
     def suspend(self) -> None:
         """Give the memory back of all pools that no graph of another communicator uses."""
         self._is_suspended = True
-        with using_relaxed(self._context):
+        with using_relaxed(self._context), uninterrupted():
             if self.elsewhere is not None:
                 self.elsewhere.suspend()
             for pool in self._all:
@@ -61,7 +62,7 @@ class Pools:
 
     def prepare_resumption(self) -> None:
         """Create the memory for :meth:`resume`."""
-        with using_relaxed(self._context):
+        with using_relaxed(self._context), uninterrupted():
             for pool in self._all:
                 pool.prepare()
 
@@ -76,7 +77,7 @@ class Pools:
         if not self._is_suspended:
             return
         self._is_suspended = False
-        with using_relaxed(self._context):
+        with using_relaxed(self._context), uninterrupted():
             for pool in self._all:
                 pool.resume()
             if self.elsewhere is not None:
@@ -84,8 +85,8 @@ class Pools:
 
     def drop_prepared(self) -> None:
         """Give back what was prepared and not used. Idempotent."""
-        piece, self._piece = self._piece, 0
-        with using_relaxed(self._context):
+        with uninterrupted(), using_relaxed(self._context):
+            piece, self._piece = self._piece, 0
             try:
                 if piece:
                     virtual_memory.release(piece)

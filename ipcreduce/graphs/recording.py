@@ -18,6 +18,7 @@ from ..device.backend import Life
 from ..device.deferred_free import free_later
 from ..device.prepared import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
+from ..interrupts import uninterrupted
 from ..page.fingerprint import Fingerprint
 from ..texts import text_of
 from ..types import DEFAULT_STREAM, Stream
@@ -137,15 +138,16 @@ class Recording:
     def end_segment(self) -> Segment:
         """End the capture. Returns its segment. :raises CaptureError: if the work cannot be made into a graph."""
         self._leave_memory()
-        try:
-            captured = streams.end_capture(self.stream)
-        except CudaError as error:
+        with uninterrupted():
+            try:
+                captured = streams.end_capture(self.stream)
+            except CudaError as error:
+                self._capture = _NONE
+                raise cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
             self._capture = _NONE
-            raise cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
-        self._capture = _NONE
-        segment = Segment(captured, self._calls, f"{self.name}, segment {len(self.segments) + 1}", self.life)
-        self.segments.append(segment)
-        segment.make_executable()
+            segment = Segment(captured, self._calls, f"{self.name}, segment {len(self.segments) + 1}", self.life)
+            self.segments.append(segment)
+            segment.make_executable()
         return segment
 
     def _leave_memory(self) -> None:
@@ -157,8 +159,8 @@ class Recording:
         """End a capture that an exception has left open."""
         self._leave_memory()
         if self._capture != _NONE:
-            self._capture = _NONE
-            with suppress(CudaError):
+            with uninterrupted(), suppress(CudaError):
+                self._capture = _NONE
                 cuda_graph.close_graph(streams.end_capture(self.stream))
 
     # ---- all-reduces
@@ -208,11 +210,12 @@ class Resources:
 
     def release(self) -> None:
         """Give everything back. Idempotent."""
-        if not self._released:
-            self._released = True
-            actions = [action for segment in self.segments for action in segment.close_actions()]
-            free_later(self._context, *self._first, *actions, self.pool.release)
-            self.segments, self._first = [], []
+        with uninterrupted():
+            if not self._released:
+                self._released = True
+                actions = [action for segment in self.segments for action in segment.close_actions()]
+                free_later(self._context, *self._first, *actions, self.pool.release)
+                self.segments, self._first = [], []
 
 
 def in_pool(array: Any, pool: GraphPool) -> bool:

@@ -11,7 +11,7 @@ from ..cuda import current_streams
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError
 from ..process import refuse_copies
-from ..texts import text_of
+from ..texts import kind_of, text_of
 from .address_check import CHECKS, Inputs
 from .addresses import item
 from .breaks import current, rehearsing, without_blocks
@@ -49,9 +49,7 @@ class GraphRunner:
         check: str = "first", record_new: bool = True, copy_inputs: bool = False,
     ) -> None:  # fmt: skip
         if not callable(function):
-            raise ArgumentError(
-                f"function must be callable, not {type(function).__qualname__}. Pass GraphRunner(function, comm)"
-            )
+            raise ArgumentError(f"function must be callable, not {kind_of(function)}. Pass GraphRunner(function, comm)")
         if comm is not None:
             session_of(comm)
         check_word("mode", mode, MODES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +20,11 @@ from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.prepared import Prepared, Ready
 from ..device.stream_order import StreamOrder
-from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach, UnsupportedError
+from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach, UnsupportedError, reading
 from ..ipc.backend import IpcBackend
 from ..logs import INFO, log
 from ..page.fingerprint import Fingerprint
-from ..texts import text_of
+from ..texts import kind_of, text_of
 from ..types import Stream
 from .direct.registration import DirectGraphs
 from .pool import CapturedMemory, GraphPool
@@ -38,6 +39,9 @@ _STALE_RECORDING = (
     "recording failed: another call failed meanwhile, in a break or in another thread, and NCCL's communicator was "
     "replaced. Record the graph again"
 )
+
+
+_WRONG = TypeError, ValueError, OverflowError  # of NumPy and CuPy, for a wrong shape or dtype
 
 
 class HasSession(Protocol):
@@ -66,11 +70,12 @@ def session_of(comm: HasSession | None) -> GraphSession:
     :raises ArgumentError: if ``comm`` is no communicator.
     """
     comm = default_communicator() if comm is None else comm
-    session: GraphSession | None = getattr(comm, "_graph_session", None)
-    if session is None or isinstance(comm, type):
-        raise ArgumentError(
-            f"comm must be an ipcreduce.Communicator, not {type(comm).__qualname__}. Make one: Communicator()"
-        )
+    with reading("comm", comm):
+        session: GraphSession | None = getattr(comm, "_graph_session", None)
+        if session is None or isinstance(comm, type):
+            raise ArgumentError(
+                f"comm is {kind_of(comm)}, which is no ipcreduce.Communicator. Make one: Communicator()"
+            )
     return session
 
 
@@ -351,13 +356,16 @@ class GraphSession:
         with self.calls.lock:
             self.calls.check_usable()
             try:
+                with reading("dtype", dtype, *_WRONG):
+                    kind = np.dtype(dtype)
+                with reading("shape", shape, *_WRONG):
+                    lengths = tuple(map(index, shape)) if np.iterable(shape) else (index(shape),)
                 if self.backend is None:
-                    return np.empty(shape, dtype)
+                    return np.empty(lengths, kind)
                 stream, device = cupy_runtime.stream_of()[0], self.backend.device.ordinal
-                shape = (shape,) if isinstance(shape, int) else shape
                 with cupy_runtime.allocating(self._memory.allocator, stream):
-                    return views.empty(shape, np.dtype(dtype), stream, device)
-            except (TypeError, ValueError, OverflowError) as error:
+                    return views.empty(lengths, kind, stream, device)
+            except _WRONG as error:
                 raise ArgumentError(
                     f"rank {self.calls.rank}: no array has the shape or dtype that empty() got: {text_of(error)}. Pass "
                     "a tuple of ints from 0, and a dtype"

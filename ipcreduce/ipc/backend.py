@@ -15,6 +15,7 @@ from ..device.backend import DeviceBackend, have_left
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.prepared import Prepared, Ready
 from ..errors import CudaError, Reach, UnsupportedError
+from ..interrupts import uninterrupted
 from ..page.control_page import Page
 from ..ranks.exchange import Channel
 from . import plan, virtual
@@ -105,7 +106,7 @@ class IpcBackend(DeviceBackend):
     def prepare_suspension(self, seconds: float) -> None:
         """See :meth:`DeviceBackend.prepare_suspension`."""
         super().prepare_suspension(seconds)
-        with using_relaxed(self.context):
+        with using_relaxed(self.context), uninterrupted():
             self._virtual().prepare(suspended=True)
 
     def drop_prepared(self) -> None:
@@ -114,13 +115,13 @@ class IpcBackend(DeviceBackend):
 
     def suspend(self) -> None:
         """See :meth:`DeviceBackend.suspend`."""
-        with using_relaxed(self.context):
+        with using_relaxed(self.context), uninterrupted():
             self._virtual().suspend()
 
     def prepare_resumption(self, seconds: float) -> None:
         """See :meth:`DeviceBackend.prepare_resumption`."""
         super().prepare_resumption(seconds)
-        with using_relaxed(self.context):
+        with using_relaxed(self.context), uninterrupted():
             self._used = self._virtual().was_used()
             self._virtual().prepare(suspended=False)
 
@@ -131,7 +132,7 @@ class IpcBackend(DeviceBackend):
 
     def resume(self, deadline: float) -> bool:
         """See :meth:`DeviceBackend.resume`."""
-        with using_relaxed(self.context):
+        with using_relaxed(self.context), uninterrupted():
             self._virtual().resume()
         return self._used
 

@@ -10,6 +10,7 @@ from ..cuda import cupy_runtime, graph
 from ..cuda.contexts import using_relaxed
 from ..device.prepared import KernelStep, Prepared, Ready
 from ..errors import CudaError
+from ..interrupts import uninterrupted
 from . import plan
 from .lists import ListStep
 
@@ -32,7 +33,11 @@ class ReadyGraphs:
             return None
         executable = self._graphs.get((step, addresses))
         if executable is None and len(self._graphs) < _MAX_GRAPHS:
-            with using_relaxed(self._context), suppress(CudaError):  # without a graph, the launch still works
+            with (
+                using_relaxed(self._context),
+                uninterrupted(),
+                suppress(CudaError),
+            ):  # without a graph, the launch still works
                 step.set(addresses)
                 executable = self._graphs[step, addresses] = graph.executable_of(step.launch)
         return None if executable is None else Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)

@@ -44,9 +44,9 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
         with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
             context = driver.retain_context(info.ordinal)
             backend = NcclBackend(info, context, page, timeout=options.timeout, reason=reason)
-        with exchange.step(ranks, deadline, "joining NCCL's communicator"):
+        with exchange.step(ranks, deadline, "joining NCCL's communicator", waits=True):
             backend.join(identity, _half(deadline))
-        with exchange.step(ranks, deadline, "trying NCCL's all-reduce"):
+        with exchange.step(ranks, deadline, "trying NCCL's all-reduce", waits=True):
             if not Job(partial(_try, backend, rank)).wait(_half(deadline) - clock.now()):
                 backend.nccl.abort()
                 raise CudaError("ncclAllReduce", library.TIMEOUT, "NCCL's first sum did not end in time")

@@ -77,7 +77,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, Socket]:
         now = clock.now()
         until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # leaves time for the vote
         secret = places[0]["secret"].tobytes()
-        with exchange.step(ranks, deadline, "connecting the ranks (is TCP between the hosts open?)"):
+        with exchange.step(ranks, deadline, "connecting the ranks (is TCP between the hosts open?)", waits=True):
             with _Meeting(listener, secret, rank, places) as meeting:
                 connections = meeting.hold(until)
             for connection in connections.values():

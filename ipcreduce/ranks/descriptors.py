@@ -18,10 +18,10 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..interrupts import uninterrupted
 from ..originals import Socket
 from . import exchange
 from .exchange import Channel, Kind
@@ -131,14 +131,16 @@ def several_handed_over(
     every: list[list[int]] = [[] for _ in range(ranks.size)]
     own = every[ranks.rank]
     with ExitStack() as held:
-        held.callback(lambda: _close(*chain(*every)))
 
         def make() -> dict[str, Any]:
-            own.extend(export() for export in exports)
             name = f"ipcreduce-{secrets.token_hex(16)}"
-            for rank in others:
-                boxes[rank] = Mailbox(f"{name}-{rank}")
-                held.callback(boxes[rank].close)
+            with uninterrupted():
+                for export in exports:
+                    own.append(export())
+                    held.callback(os.close, own[-1])  # each by itself: an interrupt ends no loop over them
+                for rank in others:
+                    boxes[rank] = Mailbox(f"{name}-{rank}")
+                    held.callback(boxes[rank].close)
             return {"socket": name, "pid": os.getpid(), "nbytes": nbytes}
 
         places = exchange.share(ranks, _PLACE, make, deadline, f"exporting {what}")
@@ -154,6 +156,8 @@ def several_handed_over(
             for rank, mailbox in boxes.items():
                 if counts[rank]:
                     every[rank] = mailbox.receive(rank, int(places[rank]["pid"]), counts[rank])
+                    for one in every[rank]:
+                        held.callback(os.close, one)
         yield every
 
 

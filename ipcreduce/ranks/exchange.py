@@ -7,7 +7,7 @@ the others hear of it at once. The structs hold IPC handles, and nothing logs th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import IntEnum, unique
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from ..errors import (
     UnsupportedError,
     report,
 )
+from ..interrupts import uninterrupted
 from ..originals import time
 from ..texts import described, encoded, out_of_descriptors, text_in, text_of, with_limit
 
@@ -259,15 +260,17 @@ def check(ranks: Channel, gathered: np.ndarray[Any, Any], what: str) -> None:
 
 
 @contextmanager
-def step(ranks: Channel, deadline: float, what: str) -> Iterator[None]:
+def step(ranks: Channel, deadline: float, what: str, *, waits: bool = False) -> Iterator[None]:
     """Run the block, then vote: either all ranks go on, or all raise.
 
+    :param waits: the block waits for other ranks, so Ctrl-C ends it. Any other block ends before Ctrl-C raises.
     :raises Agreed: with the ranks' reasons. :raises IpcReduceError: if a rank leaves start-up: see :func:`allgather`.
         An exception that is no IpcReduceError and no OSError is raised unchanged on its own rank.
     """
     error: BaseException | None = None
     try:
-        yield
+        with nullcontext() if waits else uninterrupted():
+            yield
     except BaseException as caught:
         error = caught
     try:

@@ -38,7 +38,7 @@ def register(name: str, comm: Communicator) -> None:
 
 def check_is_communicator(comm: Any, call: str) -> None:
     """:raises ArgumentError: if ``comm`` is no Communicator. ``call`` is what to call instead."""
-    if not isinstance(comm, Communicator):
+    if not issubclass(type(comm), Communicator):
         raise ArgumentError(f"comm is {kind_of(comm)}, which is no ipcreduce.Communicator. Call {call}")
 
 

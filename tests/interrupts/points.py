@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import signal
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import ipcreduce
 
 PACKAGE = str(Path(ipcreduce.__file__).parent)
-_FINALISER = weakref.finalize.__call__.__code__  # Python ignores what is raised there, and when it runs is chance
+_FINALISER = weakref.finalize.__call__.__code__
 Key = tuple[int, int]  # the way to a function, and the instruction there
 
 
@@ -25,6 +26,11 @@ def _looks(code: int) -> bool:
 
 
 _LOOKS = [_looks(code) for code in range(256)]
+
+
+def _is_finaliser(code: CodeType) -> bool:
+    """True where Python ignores what is raised. When such a function runs is chance."""
+    return code is _FINALISER or code.co_name == "__del__"
 
 
 @dataclass
@@ -62,10 +68,10 @@ class Points:
         parent = self._states.get(id(caller))
         if parent is not None:
             parent.inlined = code.co_name != "__init__"
-        if not code.co_filename.startswith(PACKAGE):
+        if not code.co_filename.startswith(PACKAGE) or _is_finaliser(code):
             return None
         while parent is None and caller is not None:  # contextlib's functions, say, stand between
-            if caller.f_code is _FINALISER:
+            if _is_finaliser(caller.f_code):
                 return None
             caller = caller.f_back
             parent = self._states.get(id(caller))
@@ -91,4 +97,4 @@ class Points:
             if key == self._wanted:
                 self.fired = self.seen[key]
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)  # whose handler runs at once, or as soon as the package lets it

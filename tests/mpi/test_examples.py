@@ -108,7 +108,7 @@ BY_THEMSELVES = {
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THEMSELVES])
 def test_what_gpus_add_is_said_once(mpirun, tmp_path: Path, example: str):
     (tmp_path / "torch.py").write_text(TORCH)
-    options = {"breakable.py": ["--steps", 4], "train_digits.py": ["--epochs", 8]}.get(example, [])
+    options = {"breakable.py": ["--steps", 4], "train_digits.py": ["--epochs", 5]}.get(example, [])
     env = HOST | {"PYTHONPATH": f"{tmp_path}:{machine.ROOT}"}
     output = mpirun(f"mpi_examples/{example}", 2, *options, env=env).stdout
     assert len(re.findall("^no GPUs here: .*with GPUs ", output, re.M)) == 1, output
@@ -150,15 +150,17 @@ def test_tensor_parallel(mpirun, n):
 def test_train_digits(mpirun, n, device):
     output = mpirun("mpi_examples/train_digits.py", n, "--device", device).stdout
     assert f"{n} ranks, " in output
-    losses = [float(loss) for loss in re.findall(r"epoch +\d+/20 +loss ([\d.]+) +held-out accuracy", output)]
-    assert len(losses) == 20
-    assert losses[-1] < 0.1 < 1 < losses[0]
-    share = re.search(r"^20 epochs took [\d.]+ s(, of which [\d.]+ s in all-reduce)?", output, re.M)
-    assert share
-    assert (share[1] is not None) == (n <= len(os.sched_getaffinity(0))), "else a rank mostly waits for its core"
+    losses = [float(loss) for loss in re.findall(r"epoch +\d+/10 +loss ([\d.]+) +held-out accuracy", output)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.3 < 1 < losses[0]
+    seconds = re.search(
+        r"^10 epochs took ([\d.]+) s, and ([\d.]+) s in one process with as many threads$", output, re.M
+    )
+    assert seconds
+    assert all(float(one) > 0 for one in seconds.groups())
     assert float(re.search("^ok   held-out accuracy (.*)%, at least 95%$", output, re.M)[1]) >= 95
     assert re.search("^ok   all ranks hold the same weights, bit for bit$", output, re.M)
-    assert float(re.search("^ok   one process arrives within (.*) of these weights", output, re.M)[1]) <= 1e-4
+    assert float(re.search("^ok   one process arrives within (.*) of these weights", output, re.M)[1]) <= 1e-2
     assert "FAIL" not in output
 
 

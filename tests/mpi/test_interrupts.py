@@ -11,6 +11,13 @@ def test_all_go_on(mpirun: Callable):
     assert "WRONG" not in output
 
 
+def test_the_end_of_start_up(mpirun: Callable):
+    """The last places, at which the other ranks may have the communicator that this one has not."""
+    output = mpirun("tests.interrupts", 2, "--host", "--from", -24, "starting").stdout
+    assert "starting: 24 of " in output, output
+    assert "right" in output
+
+
 def test_close_goes_on_where_it_was_interrupted(mpirun: Callable):
     output = mpirun("tests.interrupts", 2, "--host", "--every", 6, "closing").stdout
     assert "closing: " in output, output

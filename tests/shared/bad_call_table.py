@@ -10,6 +10,7 @@ import array
 import fractions
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,58 @@ class NoMemory(HostTensor):
         return capsule_of(0, (6,), device=1)
 
 
+class Unreadable:
+    """Raises for every attribute, its class among them: even isinstance() does."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("no attribute today")
+
+
+class Lazy:
+    """Raises for attributes that it does not have, as an object that is not loaded yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not loaded yet")
+
+
+class OddInt(int):
+    """Its methods raise."""
+
+    def _fails(self, *_: Any) -> Any:
+        raise RuntimeError("no number today")
+
+    __index__ = __int__ = __float__ = __ge__ = __le__ = __gt__ = __lt__ = __eq__ = _fails
+    __hash__ = int.__hash__
+
+
+class OddIndex:
+    def __index__(self) -> int:
+        raise RuntimeError("no number today")
+
+
+class OddList(list):
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError("no member today")
+
+
+class OddStream:
+    """:param shown: what it has as ``__cuda_stream__``."""
+
+    def __init__(self, shown: Any) -> None:
+        self.__cuda_stream__ = shown
+
+
+def dead() -> Any:
+    """A proxy whose object is gone."""
+    return weakref.proxy(Convertible())
+
+
+UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {  # with what their exceptions say
+    "a dead proxy": (dead, "weakly-referenced object no longer exists"),
+    "without attributes": (Unreadable, "no attribute today"),
+}
+
+
 class Convertible:
     def __array__(self, *_: Any) -> np.ndarray:
         return np.ones(6, np.float32)
@@ -204,15 +257,27 @@ def bad_arrays() -> Iterator[Row]:
         )
     words = ("ByDlpack, lies on DLPack device type 10", "Move it to")
     yield Row("array: on another maker's GPU", lambda m, c: c.allreduce(ByDlpack(10)), words)
-    words = ("the ByDlpack does not give its memory: not exported today",)
+    words = ("array, a ByDlpack, does not give its memory: not exported today",)
     yield Row("array: no export from the host", lambda m, c: c.allreduce(ByDlpack(1)), words)
     words = ("an int of 64 bits does not fit into int64",)
     yield Row("array: a large int", lambda m, c: c.allreduce(1 << 63), words)
     words = ("dtype <U1 cannot be reduced. The dtypes are ",)
     yield Row("array: a NumPy str", lambda m, c: c.allreduce(np.str_("1")), words)
-    words = ("the ByDlpack does not give its memory: lost its device. Pass an array that does",)
+    words = ("ByDlpack, does not give its memory: lost its device. Pass an array that does",)
     yield Row("array: raises", lambda m, c: c.allreduce(ByDlpack(0)), words)
     yield Row("out: raises", lambda m, c: c.allreduce(mine(m, c), out=ByDlpack(0)), words)
+    odd = {
+        **UNREADABLE,
+        "not loaded": (Lazy, "not loaded yet"),
+        "an odd list": (lambda: OddList([1]), "no member today"),
+    }
+    for name, (make, text) in odd.items():
+        yield Row(f"array: {name}", lambda m, c, make=make: c.allreduce(make()), ("array", text))
+        yield Row(f"out: {name}", lambda m, c, make=make: c.allreduce(mine(m, c), out=make()), ("out", text))
+    yield Row("array: an odd int", lambda m, c: c.allreduce(OddInt(1)), ("array is a OddInt", "no number today"))
+    for name, (make, text) in (UNREADABLE | {"an odd int": (lambda: OddInt(1), "no number today")}).items():
+        words = (f"sms is {texts.kind_of(make())}, which cannot be read (", text)
+        yield Row(f"sms: {name}", lambda m, c, make=make: c.allreduce(mine(m, c), sms=make()), words)
     words = ("array is a masked array",)
     yield Row("array: masked", lambda m, c: c.allreduce(np.ma.masked_less([1.0, 2.0], 2)), words, on="host")
     words = ("WithUnit, whose __array_ufunc__ is not ndarray's",)
@@ -242,6 +307,10 @@ def bad_lists() -> Iterator[Row]:
     def lists(name: str, make: Call, *words: str, on: str = "any") -> Row:
         return Row(f"list: {name}", lambda m, c: c.allreduce(make(m, c)), words, on=on)
 
+    for name, (make, text) in UNREADABLE.items():
+        yield lists(f"with {name}", lambda m, c, make=make: [mine(m, c), make()], "member 1 of the list: array, ", text)
+    words = ("out is a OddList, which cannot be read (RuntimeError: no member today)",)
+    yield Row("list: out an odd list", lambda m, c: c.allreduce(three(m, c), out=OddList(three(m, c))), words)
     alone, whole = "Pass the array alone, which knows its dtype", "If the list stands for one array, pass numpy.array("
     for name, thing, words in (
         ("a number", 1.0, ("it is a float, and no array. Pass numpy.array(it)",)),
@@ -344,6 +413,9 @@ def bad_ops() -> Iterator[Row]:
         for op in ops:
             name = f"op: {op!r:.14} of {lacks.split()[0]}"
             yield Row(name, lambda m, c, dtype=dtype, op=op: c.allreduce(mine(m, c, 6, dtype), op), words)
+    for name, (make, text) in (UNREADABLE | {"an odd list": (lambda: OddList([1]), "no member today")}).items():
+        words = (f"op is {texts.kind_of(make())}, which cannot be read (", text)
+        yield Row(f"op: {name}", lambda m, c, make=make: c.allreduce(mine(m, c), make()), words)
     # Calls that wait for nobody let a rank be behind when another refuses a later call.
     ahead, behind = (lambda m, c: after_nothing(m, c, "mode")), (lambda m, c: after_nothing(m, c, "sum", 0.05))
     yield Row("op: after calls on nothing", ahead, ("there is no op",), right=behind)
@@ -409,6 +481,16 @@ def bad_streams() -> Iterator[Row]:
     for stream in (-1, "0", 1.5, True, np.float32(0), [0], object()):
         words = (f"stream is {texts.kind_of(stream)}, which is no stream",)
         yield Row(f"stream {stream!r:.20}", lambda m, c, s=stream: c.allreduce(mine(m, c), stream=s), words)
+    for shown in ((0, -1), (0, 1 << 64)):
+        words = ("stream is a OddStream, which is no stream",)
+        yield Row(f"stream {shown}", lambda m, c, s=shown: c.allreduce(mine(m, c), stream=OddStream(s)), words)
+    for name, (make, text) in {
+        **UNREADABLE, "not loaded": (Lazy, "not loaded yet"), "an odd int": (lambda: OddInt(1), "no number today"),
+        "a str for a handle": (lambda: OddStream((0, "x")), "invalid literal for int()"),
+        "no pair": (lambda: OddStream(0), "is not subscriptable"),
+    }.items():  # fmt: skip
+        words = (f"stream is {texts.kind_of(make())}, which cannot be read (", text)
+        yield Row(f"stream: {name}", lambda m, c, make=make: c.allreduce(mine(m, c), stream=make()), words)
 
 
 def differences() -> Iterator[Row]:
@@ -452,6 +534,18 @@ def bad_communicators() -> Iterator[Row]:
         ("the rank", lambda m, c: ipcreduce.allreduce(mine(m, c), comm=c.rank + 1), "comm is an int"),
     ):
         yield Row(name, call, (word,), who=("all",), placed=False)
+    for name, (make, text) in UNREADABLE.items():
+        for what, call in (
+            ("comm", lambda m, c, make=make: ipcreduce.Graph(make())),
+            ("dtype", lambda m, c, make=make: c.empty(3, make())),
+            ("shape", lambda m, c, make=make: c.empty((3, make()))),
+            ("timeout", lambda m, c, make=make: c.suspend(timeout=make())),
+        ):
+            asks_the_type = what == "shape" and make is Unreadable  # and not the object
+            said = "cannot be interpreted as an integer" if asks_the_type else text
+            yield Row(f"{what}: {name}", call, (what, said), who=("all",), placed=False)
+        call = lambda m, c, make=make: ipcreduce.allreduce(mine(m, c), comm=make())  # noqa: E731
+        yield Row(f"comm of a call: {name}", call, ("comm is ", "which is no ipcreduce"), who=("all",), placed=False)
 
 
 def rows() -> list[Row]:

@@ -9,11 +9,22 @@ from typing import Any
 import numpy as np
 
 from ipcreduce import RankMismatchError
-from tests.shared.bad_call_table import OnDevice, Row, mine, ours, read_only, strided
+from tests.shared.bad_call_table import (
+    UNREADABLE,
+    OddIndex,
+    OddList,
+    OnDevice,
+    Row,
+    mine,
+    ours,
+    read_only,
+    strided,
+)
 from tests.shared.world import WORLD
 
 Call = Callable[[Any, Any], Any]
 N = WORLD.size
+ODD_NUMBERS = UNREADABLE | {"an odd number": (OddIndex, "no number today")}
 
 
 def gather(module: Any, comm: Any, shape: Any = 6, **how: Any) -> Any:
@@ -37,6 +48,9 @@ def bad_axes() -> Iterator[Row]:
         for axis in (True, np.True_, 0.0, "0", None, (0,)):
             call = lambda m, c, make=make, axis=axis: make(m, c, axis=axis)  # noqa: E731
             yield Row(f"{name}: axis {axis!r}", call, ("axis is ", ". Pass an int"))
+        for kind, (odd, text) in ODD_NUMBERS.items():
+            call = lambda m, c, make=make, odd=odd: make(m, c, axis=odd())  # noqa: E731
+            yield Row(f"{name}: axis {kind}", call, ("axis is a", "which cannot be read (", text))
         for axis in (2, -3):
             call = lambda m, c, make=make, axis=axis: make(m, c, shape=(6, 2), axis=axis)  # noqa: E731
             words = (f"axis is {axis}, and array has 2 dimensions. Pass an axis from -2 to 1",)
@@ -58,6 +72,13 @@ def bad_sizes() -> Iterator[Row]:
         ):  # fmt: skip
             call = lambda m, c, make=CALLS[name], sizes=sizes: make(m, c, sizes=sizes)  # noqa: E731
             yield Row(f"{name}: sizes {sizes}", call, ("sizes", found))
+        odd_lists = UNREADABLE | {"an odd list": (lambda: OddList([6] * N), "no member today")}
+        for kind, (odd, text) in odd_lists.items():
+            call = lambda m, c, make=CALLS[name], odd=odd: make(m, c, sizes=odd())  # noqa: E731
+            yield Row(f"{name}: sizes {kind}", call, ("sizes is a", "which cannot be read (", text))
+        for kind, (odd, text) in ODD_NUMBERS.items():
+            call = lambda m, c, make=CALLS[name], odd=odd: make(m, c, sizes=[odd()] * N)  # noqa: E731
+            yield Row(f"{name}: sizes of {kind}", call, ("a member of sizes is a", text))
     words = ("array has length 6 along axis 0, but sizes=[5", "says 5 for rank", "Pass the length of each rank's array")
     yield Row("all-gather: another length", lambda m, c: gather(m, c, sizes=[5] * N), words)
     words = (f"array has length {6 * N} along axis 0, but sizes=[5", f"makes {5 * N}. Pass lengths that make up")
@@ -190,6 +211,9 @@ def bad_arrays() -> Iterator[Row]:
     for root in (-1, N):
         call = lambda m, c, root=root: broadcast(m, c, root=root)  # noqa: E731
         yield Row(f"broadcast: root {root}", call, (f"root is {root}. Pass a rank from 0 to {N - 1}",))
+    for kind, (odd, text) in ODD_NUMBERS.items():
+        call = lambda m, c, odd=odd: broadcast(m, c, root=odd())  # noqa: E731
+        yield Row(f"broadcast: root {kind}", call, ("root is a", "which cannot be read (", text))
     for root in (True, 0.0, "0", None):
         call = lambda m, c, root=root: broadcast(m, c, root=root)  # noqa: E731
         yield Row(f"broadcast: root {root!r}", call, ("root is ", "Pass an int"))

@@ -16,5 +16,9 @@ def test_memory_that_is_given_back(mpirun: Callable) -> None:
     assert output.count(" places, ") == 2, output
 
 
+def test_the_end_of_a_graph(mpirun: Callable) -> None:
+    assert " places, right" in mpirun("tests.interrupts", 2, "--every", 6, "ending").stdout
+
+
 def test_close_goes_on_where_it_was_interrupted(mpirun: Callable) -> None:
     assert " places, right" in mpirun("tests.interrupts", 2, "--every", 12, "closing").stdout

@@ -69,6 +69,10 @@ def test_no_secret_is_shown(hold: Hold) -> None:
     hold(2, "no_secret_is_shown")
 
 
+def test_files_and_ports(hold: Hold) -> None:
+    hold(2, "no_port_is_opened", "files_are_private")
+
+
 def test_exclusive_compute_mode(hold: Hold) -> None:
     hold(2, "exclusive_compute_mode")
 

@@ -21,7 +21,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # A module imports none of a later layer. The longest prefix of its name counts.
-_FIRST = "errors", "logs", "types", "dtypes", "texts", "advice", "habits", "process", "float_state"
+_FIRST = "errors", "logs", "types", "dtypes", "texts", "advice", "habits", "process", "float_state", "interrupts"
 LAYERS = (
     ("ipcreduce.originals", "ipcreduce.clock"),
     tuple(f"ipcreduce.{name}" for name in _FIRST),
@@ -251,6 +251,20 @@ def test_contributing_names_those_with_one_importer():
     [said] = re.findall(r"^- (.*) are each imported by one module only\.", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     named = set(re.split(r", | and ", said.lower()))
     assert named == {library for library, importers in IMPORTERS.items() if len(importers) == 1} - {"sglang"}
+
+
+def test_nothing_that_is_received_is_run():
+    """SECURITY.md says so. Modules that make code or objects of bytes are imported nowhere, and nothing evaluates text.
+
+    (PyTorch's group pickles what it carries by itself.)
+    """
+    assert {"json", "struct"} <= {one for name in MODULES for one in imports(name)}
+    makers = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "code"}
+    assert not {name for name in MODULES if {one.partition(".")[0] for one in imports(name)} & makers}
+    for name in MODULES:
+        nodes = nodes_of(MODULES[name].read_text())
+        called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        assert not called & {"eval", "exec", "compile", "__import__"}, name
 
 
 _REPLACED = "Thread", "Lock", "RLock", "Event", "Condition"

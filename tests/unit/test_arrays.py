@@ -87,11 +87,22 @@ class Deleted(ByDlpack):
 
 @pytest.mark.parametrize(("error", "text"), [(BufferError("sharded."), "sharded. Pass an array"), (Mute(), "a Mute")])
 def test_an_array_that_does_not_tell_where_it_lies(error: Exception, text: str):
-    with pytest.raises(ArgumentError, match=f"the Deleted does not give its memory: {text}") as caught:
+    with pytest.raises(ArgumentError, match=f"array, a Deleted, does not give its memory: {text}") as caught:
         views.is_device(Deleted(error))
     assert caught.value.__cause__ is error
     with pytest.raises(ArgumentError, match="the Deleted does not give its address: "):
         locations.locate(Deleted(error))
+
+
+def test_a_deleted_array_is_said_to_be_deleted():
+    """As in test_jax.py, which needs JAX."""
+    array = Deleted(TypeError("object of type 'NoneType' has no len()"))
+    array.is_deleted = lambda: True
+    with pytest.raises(ArgumentError, match="out, a Deleted, does not give its memory: it was deleted, or donated"):
+        views.is_device(array, "out")
+    array.is_deleted = lambda: False
+    with pytest.raises(ArgumentError, match="NoneType"):
+        views.is_device(array, "out")
 
 
 class Tensor:
@@ -233,7 +244,7 @@ def test_an_address_of_0_is_refused(versions: bool, monkeypatch: pytest.MonkeyPa
         assert place is not None
         assert place[0] == 0
     for shape in ((6,), ()):
-        with pytest.raises(ArgumentError, match=f"the Producer {NOTHING}"):
+        with pytest.raises(ArgumentError, match=f"array, a Producer, {NOTHING}"):
             views.host_view(Producer(versions, address=0, shape=shape, device=1))
     assert views.host_view(Producer(versions, address=0, shape=(2, 0), device=1)).shape == (2, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_an_interrupt_behind_the_lock_does_not_keep_it(monkeypatch: pytest.Monke
         deferred_free.free_later(1, lambda: ran.append(1))
     deferred_free.flush()
     assert ran == [1]
+
+
+def test_an_interrupted_action_ends_and_the_rest_is_done_later(monkeypatch: pytest.MonkeyPatch):
+    ran = []
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        ran.append(1)
+
+    monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(deferred_free.watchdog, "is_watching", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        deferred_free.free_later(1, interrupted, lambda: ran.append(2))
+    assert ran == [1]
+    deferred_free.flush()
+    assert ran == [1, 2]
 
 
 def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import errno
 import gc
 import importlib
 import re
+import signal
 import sys
 import weakref
 from collections.abc import Callable
@@ -247,6 +248,22 @@ def test_a_failed_step_names_ranks_and_reasons():
     with pytest.raises(UnsupportedError) as caught:
         exchange.confirm(World(change), UnsupportedError("bad handle"), clock.now() + 10, "mapping")
     assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_ctrl_c_ends_only_a_step_that_waits(waits: bool):
+    """In both cases the other ranks hear of it in the vote."""
+    world, ended = World(), []
+
+    def act() -> None:
+        with exchange.step(world, clock.now() + 10, "a step", waits=waits):
+            signal.raise_signal(signal.SIGINT)
+            ended.append("the step")
+
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert ended == ([] if waits else ["the step"])
+    assert len(world.requests) == 1
 
 
 def test_a_step_that_fails_everywhere_stays_short():

@@ -189,7 +189,7 @@ def test_read_only_tensors():
     assert reduced(Tensor(array)).tolist() == [0, 0, 0]
     with pytest.raises(ArgumentError, match="out cannot be written: this Tensor is read-only"):
         reduced(np.zeros(3), "sum", Tensor(array))
-    with pytest.raises(ArgumentError, match="the Tensor does not give its memory: Cannot export readonly"):
+    with pytest.raises(ArgumentError, match="a Tensor, does not give its memory: Cannot export readonly"):
         reduced(Tensor(array, version=0))
 
 
@@ -206,21 +206,6 @@ def test_an_out_that_does_not_say_that_it_may_be_written():
         with pytest.raises(ArgumentError, match=words):
             reduced(source, "sum", tensor)
     assert array.tolist() == [1, 1, 1]
-
-
-def test_arrays_of_jax_are_immutable(monkeypatch: pytest.MonkeyPatch):
-    for name in ("TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY"):  # which JAX sets
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    jax = pytest.importorskip("jax")
-    array = jax.numpy.arange(3.0) + 1
-    assert reduced(array).tolist() == [2, 4, 6]
-    for source in (np.zeros(3, np.float32), array):
-        with pytest.raises(ArgumentError, match=r"out cannot be written: this ArrayImpl is.*Pass a copy"):
-            reduced(source, "sum", array)
-    copy = np.array(array)
-    assert reduced(array, "sum", copy) is copy
-    assert (copy.tolist(), array.tolist()) == ([2, 4, 6], [1, 2, 3])
 
 
 def test_bfloat16_tensors_are_refused_with_advice():

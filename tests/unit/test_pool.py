@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +177,24 @@ def test_a_graph_that_ends_twice_is_one_user(device: Device, patched: pytest.Mon
     for _ in range(2):
         other.release()
     assert pool.nbytes == 0 == len(device.held)
+
+
+def test_an_interrupted_end_of_a_graph_is_whole(device: Device, patched: pytest.MonkeyPatch):
+    patched.setattr(recording, "free_later", pools.free_later)
+    pool, closed = GraphPool(0, 0), []
+
+    def actions() -> list[Any]:
+        signal.raise_signal(signal.SIGINT)
+        return [lambda: closed.append("segment")]
+
+    resources = recording.Resources(pool, 0, [SimpleNamespace(close_actions=actions)])
+    pool._free(pool._allocate(512, 1))
+    with pytest.raises(KeyboardInterrupt):
+        resources.release()
+    assert closed == ["segment"]
+    assert not device.held
+    resources.release()
+    assert closed == ["segment"]
 
 
 # ---- memory that peers map

@@ -7,13 +7,14 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 import ipcreduce
-from ipcreduce import startup
+from ipcreduce import communicator, process, startup
 from ipcreduce.errors import UnsupportedError
 from tests.tools.machine import ROOT
 
@@ -84,3 +85,13 @@ def test_names_of_any_length_and_script_fit_and_are_told_apart(name: str, monkey
     assert startup._host() != first
     assert len(first) == 64
     assert first.isascii()
+
+
+def test_a_communicator_that_is_not_made_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """Here because a warning at its end is an error."""
+    monkeypatch.setattr(communicator, "unknown_variables", lambda: ["a warning"])
+    before = [*process.live]
+    monkeypatch.setattr(communicator.warnings, "warn", mock.Mock(side_effect=RuntimeWarning("a warning")))
+    with pytest.raises(RuntimeWarning, match="a warning"):
+        ipcreduce.Communicator(SimpleNamespace(rank=0, size=1, allgather=lambda data: [data]))
+    assert process.live == before

@@ -137,3 +137,16 @@ def test_a_text_in_a_record():
 
 def test_a_fingerprint_of_any_name():
     assert Fingerprint.of(TEXT).crc == Fingerprint.of(TEXT).crc != Fingerprint.of("a").crc
+
+
+def test_the_name_of_a_type_without_its_metaclass():
+    class Mute(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise RuntimeError(name)
+
+    class Odd(metaclass=Mute):
+        pass
+
+    odd = Odd()
+    name = "test_the_name_of_a_type_without_its_metaclass.<locals>.Odd"
+    assert (texts.type_name(odd), texts.shown(odd), texts.kind_of(odd)) == (name, name, f"a {name}")

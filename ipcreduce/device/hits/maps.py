@@ -143,7 +143,7 @@ class MapHits:
         operands: list[_Place | None] = []
         for value in then._values:
             at = None
-            if not isinstance(value, NUMBERS):
+            if not issubclass(type(value), NUMBERS):
                 at = plain(value, device)
                 if at is None:
                     return None
@@ -155,7 +155,7 @@ class MapHits:
         self, key: _Key, array: Any, out: Any, then: Map, source: Any, form: Form, ready: Ready
     ) -> None:  # fmt: skip
         values = then._values
-        operands = [(index, one.shape) for index, one in enumerate(values) if not isinstance(one, NUMBERS)]
+        operands = [(index, one.shape) for index, one in enumerate(values) if not issubclass(type(one), NUMBERS)]
         tensors = _tensors(array, out, values, operands)
         self._cache.insert(key, Known(form, ready, source, (array.shape, operands)), [*tensors, then], tensors)
 

@@ -33,6 +33,7 @@ from ...errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from ...interrupts import uninterrupted
 from ...ipc import plan
 from ...ipc.backend import IpcBackend
 from ...page import records, shared_files
@@ -137,8 +138,9 @@ class DirectGraphs:
         try:
             try:
                 if page.rank == 0:
-                    descriptor, path = shared_files.create(marks_bytes(page.n))
-                    shared = Marks(descriptor, page.rank, page.n)
+                    with uninterrupted():
+                        descriptor, path = shared_files.create(marks_bytes(page.n))
+                        shared = Marks(descriptor, page.rank, page.n)
             except OSError as caught:
                 error = caught
             path = decoded(self._gather(number, encoded(path))[0])

@@ -10,6 +10,7 @@ import itertools
 import json
 import linecache
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -32,6 +33,7 @@ from ipcreduce.ipc import lists, peers, tuning
 from ipcreduce.ipc.launches import Launches
 from ipcreduce.nccl import join as nccl_startup
 from ipcreduce.nccl import library
+from ipcreduce.page import shared_files
 from tests.shared import clock, start_up_faults
 from tests.shared.bounds import LONG, as_shipped, late, no_hang
 from tests.sim.scenarios.common import (
@@ -360,6 +362,52 @@ def _texts_of_refused_calls(comm: Communicator, graph: Graph) -> list[str]:
     return texts
 
 
+def no_port_is_opened() -> None:
+    """By ranks that share memory, whatever they call. Ranks on several hosts have a connection for each other one."""
+
+    def ports() -> set[str]:
+        """The TCP sockets of this process, by inode."""
+        rows = [row for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
+        listed = [row.split()[9] for row in rows]
+        own = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+        return {inode for inode in listed if f"socket:[{inode}]" in own}
+
+    before = ports()
+    for algorithm in (None, "direct"):
+        with Communicator(algorithm=algorithm) as comm, Graph(comm) as graph:
+            with graph.record():
+                comm.allreduce(mine())
+            comm.suspend(pools=True)
+            comm.resume()
+            works(comm)
+            comm.allgather(mine())
+            assert ports() == before
+    with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator() as comm:
+        works(comm)
+        assert len(ports() - before) == SIZE - 1, "the test sees no ports"
+
+
+def files_are_private() -> None:
+    """Every file in /dev/shm is made with mode 0600, and its name is gone once the ranks have it."""
+    made: list[tuple[str, int]] = []
+    create = shared_files.create
+
+    def kept(nbytes: int) -> tuple[int, str]:
+        descriptor, path = create(nbytes)
+        made.append((path, os.fstat(descriptor).st_mode & 0o7777))
+        return descriptor, path
+
+    patched = mock.patch.object(shared_files, "create", kept)
+    with patched, Communicator(algorithm="direct") as comm, Graph(comm) as graph:
+        with graph.record():
+            comm.allreduce(mine())
+        assert graph.state == "registered"
+        everywhere = [one for of_rank in WORLD.allgather(made) for one in of_rank]
+        assert len(everywhere) == 3, everywhere  # the page, memory for NumPy arrays, and the page of closed graphs
+        assert {mode for _, mode in everywhere} == {0o600}
+        assert not [path for path, _ in everywhere if os.path.exists(path)]
+
+
 def _uses(ordinal: int, device: Any) -> None:
     """Works on the GPU with this ordinal here; each rank is told once, for the line below, if they could spread."""
     used, seen = len(set(WORLD.allgather(machine.gpu(ordinal).index))), WORLD.allreduce(GPUS, MPI.MAX)
@@ -522,6 +570,6 @@ SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
     too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
     one_smaller_gpu, an_older_driver, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
-    any_group, no_secret_is_shown, exclusive_compute_mode, no_compiler, no_cache, exceptions_at_start_up,
-    a_warning_that_is_an_error,
+    any_group, no_secret_is_shown, no_port_is_opened, files_are_private, exclusive_compute_mode, no_compiler, no_cache,
+    exceptions_at_start_up, a_warning_that_is_an_error,
 ]  # fmt: skip

@@ -1,0 +1,115 @@
+"""Ctrl-C within a step that has to end first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ipcreduce.interrupts import uninterrupted
+
+
+@pytest.fixture(autouse=True)
+def _handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_step_ends_before_it_raises():
+    done = []
+
+    def act() -> None:
+        with uninterrupted():
+            interrupt()
+            interrupt()
+            done.append("first")
+        done.append("behind")
+
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert done == ["first"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_the_outermost_step_counts():
+    done = []
+
+    def act() -> None:
+        with uninterrupted():
+            with uninterrupted():
+                interrupt()
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert done == ["outer"]
+
+
+def test_an_error_of_the_step_and_an_interrupt():
+    def act() -> None:
+        with uninterrupted():
+            interrupt()
+            raise ValueError("of the step")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        act()
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_handler_is_the_programs():
+    heard: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *given: heard.append(given))
+    with uninterrupted():
+        interrupt()
+        assert not heard
+    [(number, frame)] = heard
+    assert number == signal.SIGINT
+    assert frame is not None
+
+
+@pytest.mark.parametrize("how", [signal.SIG_IGN, signal.SIG_DFL])
+def test_without_a_handler_of_python_nothing_changes(how: signal.Handlers):
+    signal.signal(signal.SIGINT, how)
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is how
+    assert signal.getsignal(signal.SIGINT) is how
+
+
+def test_another_thread_leaves_the_handler_alone():
+    found: list[Any] = []
+
+    def step() -> None:
+        with uninterrupted():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
+    """Its handler may raise behind the line that has replaced the handler of Ctrl-C."""
+    replace = signal.signal
+
+    def terminated(number: int, handler: Any) -> Any:
+        before = replace(number, handler)
+        if handler is not signal.default_int_handler:
+            raise SystemExit
+        return before
+
+    monkeypatch.setattr(signal, "signal", terminated)
+    with pytest.raises(SystemExit), uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

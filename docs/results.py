@@ -235,14 +235,15 @@ def host_table(mpi: str = "openmpi") -> str:
 
 # ---- runs
 def run_table() -> str:
-    """Every result file: when, on what, what was run, and how it ended. The latest first."""
+    """Every result file: when, with which code, on what, what was run, and how it ended. The latest first."""
     runs = [(json.loads(path.read_text()), path.name) for path in sorted(RESULTS.glob("*.json"))]
     runs.sort(key=lambda run: run[0]["date"], reverse=True)
     return table(
-        ["date", "GPUs", "ranks", "run", "result", "with", "file"],
+        ["date", "commit", "GPUs", "ranks", "run", "result", "with", "file"],
         (
             [
                 content["date"],
+                content["commit"],
                 _gpus(content),
                 str(_ranks(content) or "–"),
                 *_run(content),

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,12 +22,13 @@ from . import output
 from .collectives import ALLREDUCE, Collective
 
 _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")
+_GIT_SECONDS = 10.0
 _MODES = {"graph": "in CUDA graphs", "eager": "eager calls"}  # for titles of a plot
 _MARKED = (4, 64, *(1 << power for power in (10, 14, 18, 22, 26, 30)))  # bytes on its axis
 
 
 def header(command: list[str]) -> dict[str, Any]:
-    """The fields that every stored result begins with: machine, versions, date and command. Needs MPI."""
+    """The fields that every stored result begins with: machine, versions, date, commit and command. Needs MPI."""
     machine: dict[str, Any] = {"gpus": [], "processor": _processor(), "cores": len(os.sched_getaffinity(0))}
     with suppress(IpcReduceError):  # no driver
         gpus = [driver.device_info(ordinal).name for ordinal in range(driver.device_count())]
@@ -35,8 +37,20 @@ def header(command: list[str]) -> dict[str, Any]:
         "machine": machine,
         "versions": {"python": platform.python_version(), "mpi": library(), **versions(_PACKAGES)},
         "date": datetime.date.today().isoformat(),
+        **commit(Path(__file__).parent),
         "command": " ".join(command),
     }
+
+
+def commit(folder: Path) -> dict[str, str]:
+    """The checkout's last commit, as a field; none if the files of ``folder`` are in no checkout of git."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(folder), "ls-files", "--error-unmatch", "."]
+        subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True)
+        command[3:] = ["rev-parse", "--short", "HEAD"]
+        found = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True, text=True)
+        return {"commit": found.stdout.strip()}
+    return {}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

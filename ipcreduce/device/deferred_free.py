@@ -117,17 +117,17 @@ def flush() -> None:
             _deferred.extend((item[1], action) for action in item[2])
     token = object()
     while _deferred:
-        try:
-            if not _flushing.acquire(token):
-                return
-            with ExitStack() as held:
-                if not _no_call_runs(held):
+        with uninterrupted():  # it waits for no lock, and an interrupt in release() would keep it for good
+            try:
+                if not _flushing.acquire(token):
                     return
-                while _deferred:  # items are taken out only here
-                    with uninterrupted():
+                with ExitStack() as held:
+                    if not _no_call_runs(held):
+                        return
+                    while _deferred:  # items are taken out only here
                         attempt(*_deferred.popleft())
-        finally:
-            _flushing.release(token)
+            finally:
+                _flushing.release(token)
 
 
 def reclaim() -> None:

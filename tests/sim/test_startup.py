@@ -62,7 +62,7 @@ def test_a_group_that_is_not_mpis(hold: Hold) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_exceptions_and_warnings_of_one_rank(hold: Hold, ranks: int) -> None:
-    hold(ranks, "exceptions_at_start_up", "a_warning_that_is_an_error")
+    hold(ranks, "exceptions_at_start_up", "a_rank_leaves_before_the_links_are_tried", "a_warning_that_is_an_error")
 
 
 def test_no_secret_is_shown(hold: Hold) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -322,3 +323,20 @@ def test_a_table_leaves_out_empty_columns(capsys: pytest.CaptureFixture[str]):
     report.show([row | {"peers_us": {"mpi": 1.0}, "algorithm": "one_shot", "host_us": 1.0}], "eager")
     names = capsys.readouterr().out.splitlines()[1].split("  ")
     assert {"algorithm", "host us", "mpi", "best peer / us"} <= {name.strip() for name in names}
+
+
+def test_a_result_names_the_commit_of_a_checkout(tmp_path: Path):
+    assert report.commit(tmp_path) == {}
+
+    def git(*arguments: str) -> str:
+        options = "-c", "user.name=one", "-c", "user.email=one@example.org"
+        command = ["git", "-C", str(tmp_path), *options, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "--quiet")
+    (tmp_path / "a.py").write_text("")
+    git("add", "a.py")
+    git("commit", "--quiet", "--message", "one")
+    assert report.commit(tmp_path) == {"commit": git("rev-parse", "--short", "HEAD")}
+    (tmp_path / "installed").mkdir()
+    assert report.commit(tmp_path / "installed") == {}, "a package in a folder of another project"

@@ -99,7 +99,7 @@ def test_an_interrupt_behind_the_lock_does_not_keep_it(monkeypatch: pytest.Monke
     assert ran == [1]
 
 
-def test_an_interrupted_action_ends_and_the_rest_is_done_later(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_comes_behind_all_actions(monkeypatch: pytest.MonkeyPatch):
     ran = []
 
     def interrupted() -> None:
@@ -110,9 +110,9 @@ def test_an_interrupted_action_ends_and_the_rest_is_done_later(monkeypatch: pyte
     monkeypatch.setattr(deferred_free.watchdog, "is_watching", lambda: False)
     with pytest.raises(KeyboardInterrupt):
         deferred_free.free_later(1, interrupted, lambda: ran.append(2))
-    assert ran == [1]
-    deferred_free.flush()
     assert ran == [1, 2]
+    deferred_free.free_later(1, lambda: ran.append(3))
+    assert ran == [1, 2, 3]
 
 
 def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: pytest.MonkeyPatch):

@@ -179,6 +179,8 @@ def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert results.norm_peer_table("SGLang") in printed
     assert results.run_table() in printed
+    for path in results.RESULTS.glob("*.json"):
+        assert re.fullmatch("[0-9a-f]{7,12}", results.read(path.stem)["commit"]), f"{path.name} names no commit"
 
 
 @pytest.mark.parametrize("name", pictures.DRAWN)
@@ -202,15 +204,20 @@ def test_microseconds(us: float | None, text: str) -> None:
 
 def test_every_result_file_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f"`{path.name}`" in results.run_table() for path in results.RESULTS.glob("*.json"))
-    header = {"machine": {"gpus": ["NVIDIA H200"] * 2}, "date": "2030-01-02", "command": "tests/gpu/new.py"}
+    header = {
+        "machine": {"gpus": ["NVIDIA H200"] * 2},
+        "date": "2030-01-02",
+        "commit": "0123abc",
+        "command": "tests/gpu/new.py",
+    }
     sweep = header | {"versions": {"cupy-cuda12x": "14.2.0"}, "cases": 7, "calls": 2800, "ranks": 2}
     other = header | {"versions": {"python": "3.14"}, "date": "2031-01-02", "something": 1}
     (tmp_path / "sweep-cuda12-h200-x2.json").write_text(json.dumps(sweep))
     (tmp_path / "other.json").write_text(json.dumps(other))
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert results.run_table().splitlines()[2:] == [
-        "| 2031-01-02 | 2 × H200 | 2 | `tests/gpu/new.py` | see the file |  | `other.json` |",
-        "| 2030-01-02 | 2 × H200 | 2 | sweep, 7 cases | 2,800 calls right | cupy-cuda12x 14.2.0 | "
+        "| 2031-01-02 | 0123abc | 2 × H200 | 2 | `tests/gpu/new.py` | see the file |  | `other.json` |",
+        "| 2030-01-02 | 0123abc | 2 × H200 | 2 | sweep, 7 cases | 2,800 calls right | cupy-cuda12x 14.2.0 | "
         "`sweep-cuda12-h200-x2.json` |",
     ]
 

@@ -362,6 +362,19 @@ def _texts_of_refused_calls(comm: Communicator, graph: Graph) -> list[str]:
     return texts
 
 
+def a_rank_leaves_before_the_links_are_tried() -> None:
+    """The kernels of the others do not wait for its data, so that all ranks free their memory."""
+
+    def leave(*_: Any) -> None:
+        raise RuntimeError("it leaves")
+
+    patched = mock.patch.object(Launches, "verify", leave) if RANK == LAST else contextlib.nullcontext()
+    error = RuntimeError if RANK == LAST else errors.PeerFailedError
+    with patched, raises(error, "it leaves"):
+        Communicator()
+    good_communicator()
+
+
 def no_port_is_opened() -> None:
     """By ranks that share memory, whatever they call. Ranks on several hosts have a connection for each other one."""
 
@@ -571,5 +584,5 @@ SCENARIOS = [
     too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
     one_smaller_gpu, an_older_driver, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
     any_group, no_secret_is_shown, no_port_is_opened, files_are_private, exclusive_compute_mode, no_compiler, no_cache,
-    exceptions_at_start_up, a_warning_that_is_an_error,
+    exceptions_at_start_up, a_rank_leaves_before_the_links_are_tried, a_warning_that_is_an_error,
 ]  # fmt: skip

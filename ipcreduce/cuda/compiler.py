@@ -16,9 +16,11 @@ from typing import Any
 
 from ..errors import INSTALL, IpcReduceError, UnsupportedError
 from ..logs import WARNING, log
+from ..originals import RLock
 from ..texts import text_of
 from .expressions import Expression
 
+_importing = RLock()  # of two threads that import cuda.core at once, one may find parts of it, for good
 _SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell ipcreduce's ``kernels`` from another project's
 
 
@@ -160,8 +162,9 @@ def compile_kernel(
     :raises ArgumentError: if the expression is wrong; the message has its lines, and what NVRTC says about them.
     """
     try:
-        from cuda.core import Program, ProgramOptions
-        from cuda.core.utils import make_program_cache_key
+        with _importing:
+            from cuda.core import Program, ProgramOptions
+            from cuda.core.utils import make_program_cache_key
     except ImportError as error:
         raise UnsupportedError(f"the compiler is not installed ({error}): {INSTALL}") from None
     directory = kernel_directory()

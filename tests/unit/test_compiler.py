@@ -300,6 +300,24 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
         compiler.compile_kernel("one_shot", macros(), (9, 0))
 
 
+FROM_SEVERAL_THREADS = """
+import sys
+from ipcreduce.cuda import compiler
+from ipcreduce.device import background
+sys.setswitchinterval(1e-5)
+jobs = [("verify", {0}), ("limit", {0})] * 2
+print(len(background.each(lambda job: compiler.compile_kernel(*job, (9, 0)), jobs, 4)))
+"""
+
+
+def test_several_threads_import_the_compiler(fresh_cache: Path):
+    """As a first call does that needs several kernels. Without a lock every third process had no compiler then."""
+    for _ in range(5):
+        program = FROM_SEVERAL_THREADS.format(macros("int32"))
+        run = subprocess.run([sys.executable, "-c", program], env=machine.environment(), capture_output=True, text=True)
+        assert run.stdout == "4\n", run.stderr
+
+
 # ---- the cache
 def test_the_second_time_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path):
     first = compiler.compile_kernel("two_shot", macros("int8", "avg", n=4), (9, 0))

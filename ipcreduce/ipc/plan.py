@@ -70,6 +70,7 @@ _LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its pac
 LAUNCH_PACKETS = _LAUNCH_BYTES // PACKET_BYTES
 BULK_BYTES = 1 * MB  # from this size on, it is used for calls that may not have all blocks
 _BULK_BLOCKS, _BULK_THREADS = 8, 512  # as few blocks as fill the links
+_STAGE_BYTES, _ROUNDS, _LEAST_TILES = 32 * KB, 4, 3  # of tiles.cuh
 _MOST_AREA = 256 * MB
 _GRAPH_BYTES = 1 * MB  # up to this size, most hosts take longer to launch an eager call than the GPU takes to run it
 
@@ -210,10 +211,39 @@ def make_plan(
 
 
 def _bulk_plan(nbytes: int, sms: int, area: int, resident: int, sharing: int) -> tuple[LaunchPlan, ...]:
-    grid = min(sms, _BULK_BLOCKS, max(1, min(resident, most_blocks(resident, sharing)) // 2))  # one a multiprocessor
+    grid, block = bulk_shape(sms, resident, sharing)
     unit = _unit(nbytes)
     even = -(-nbytes // -(-nbytes // area) // unit) * unit
-    return tuple(LaunchPlan(BULK, at, min(even, nbytes - at), grid, _BULK_THREADS, 1) for at in range(0, nbytes, even))
+    return tuple(LaunchPlan(BULK, at, min(even, nbytes - at), grid, block, 1) for at in range(0, nbytes, even))
+
+
+def bulk_shape(sms: int, resident: int, sharing: int) -> tuple[int, int]:
+    """Grid and block of the kernels of :data:`BULK`, of which a multiprocessor holds one block."""
+    return min(sms, _BULK_BLOCKS, max(1, min(resident, most_blocks(resident, sharing)) // 2)), _BULK_THREADS
+
+
+class Tiles(NamedTuple):
+    """The launch of a kernel of tiles.cuh. :ivar round_tiles: those of a block in a round, which is T there."""
+
+    grid: int
+    block: int
+    round_tiles: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Grid and block."""
+        return self.grid, self.block
+
+
+def tiles(area: int, n: int, messages: int, sms: int, resident: int, sharing: int) -> Tiles | None:
+    """The launch with as many blocks as have room in the area; None if not one has.
+
+    :param messages: that the area has at a time.
+    """
+    tile = _STAGE_BYTES // n // 128 * 128
+    grid, block = bulk_shape(sms, resident, sharing)
+    grid = min(grid, area // (_ROUNDS * _LEAST_TILES * messages * tile))
+    return Tiles(grid, block, area // (_ROUNDS * messages * tile * grid)) if grid else None
 
 
 def area_bytes(workspace: int, capability: tuple[int, int]) -> int:

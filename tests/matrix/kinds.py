@@ -15,7 +15,13 @@ import numpy as np
 from ipcreduce import FP8, Map
 from ipcreduce.ipc import plan
 from tests.matrix.kind import Kind, Values, whole
-from tests.matrix.split_kinds import AllGather, Broadcast, ReduceScatter
+from tests.matrix.split_kinds import (
+    AllGather,
+    AllGatherByFewBlocks,
+    Broadcast,
+    ReduceScatter,
+    ReduceScatterByFewBlocks,
+)
 from tests.shared import norms, reference
 
 BFLOAT16 = reference.BFLOAT16
@@ -197,7 +203,9 @@ class QuantisedNorm(Norm):
     scales: str = "token"
 
 
-SPLITS: tuple[type[Kind], ...] = AllGather, ReduceScatter, Broadcast
+SPLITS: tuple[type[Kind], ...] = (
+    AllGather, AllGatherByFewBlocks, ReduceScatter, ReduceScatterByFewBlocks, Broadcast,
+)  # fmt: skip
 KINDS: tuple[type[Kind], ...] = Plain, FewBlocks, List, Expression, Norm, QuantisedNorm, *SPLITS
 LACKING: Mapping[str, tuple[type[Kind], ...]] = {"nccl": SPLITS}  # what a backend does not have
 

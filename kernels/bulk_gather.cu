@@ -33,7 +33,15 @@ template <bool kAligned> struct Gather {
   }
   DEVICE void store_own(u32 stage, u32 tile) const {
     const u32 bytes = kPacketBytes * packets(0, tile);
+#ifdef IPCREDUCE_PUSH
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i)
+      if (bytes)
+        bulk_store(args.outs[i] + row_offset_at_peer(i, ring_bytes(args)) + offset_in_ring(args, tile),
+                   stages.tile[stage][0], bytes);
+#else
     if (bytes) bulk_store(args.outs[0] + offset_in_ring(args, tile), stages.tile[stage][0], bytes);
+#endif
     if (kAligned && bytes && !is_there) bulk_store(target(0, first_packet(tile)).at, stages.tile[stage][0], bytes);
   }
 
@@ -45,7 +53,12 @@ template <bool kAligned> struct Gather {
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       if (const u32 bytes = kPacketBytes * packets(i, tile))
+#ifdef IPCREDUCE_PUSH
+        bulk_load(stages.tile[stage][i], args.outs[0] + row_offset(i, ring_bytes(args)) + offset_in_ring(args, tile),
+                  bytes, stages.full[stage]);
+#else
         bulk_load(stages.tile[stage][i], args.outs[i] + offset_in_ring(args, tile), bytes, stages.full[stage]);
+#endif
   }
   DEVICE void work(u32 stage, u32 tile) const {
     if (kAligned) return;

@@ -39,8 +39,13 @@ template <bool kAligned> struct Scatter {
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       if (const u32 bytes = kPacketBytes * packets(i, tile))
+#ifdef IPCREDUCE_PUSH
+        bulk_store(args.outs[i] + row_offset_at_peer(i, ring_bytes(args)) + offset_in_ring(args, tile),
+                   stages.tile[stage][i], bytes);
+#else
         bulk_store(args.outs[0] + row_offset(i, ring_bytes(args)) + offset_in_ring(args, tile), stages.tile[stage][i],
                    bytes);
+#endif
   }
 
   DEVICE void load(u32 stage, u32 tile) const {
@@ -50,7 +55,11 @@ template <bool kAligned> struct Scatter {
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       bulk_load(stages.tile[stage][peer_rank(i)],
+#ifdef IPCREDUCE_PUSH
+                args.outs[0] + row_offset(i, ring_bytes(args)) + offset_in_ring(args, tile), bytes,
+#else
                 args.outs[i] + row_offset_at_peer(i, ring_bytes(args)) + offset_in_ring(args, tile), bytes,
+#endif
                 stages.full[stage]);
     if (kAligned) bulk_load(stages.tile[stage][kRank], source(0, first_packet(tile)).at, bytes, stages.full[stage]);
   }

@@ -140,14 +140,14 @@ template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stage
     fence_acq_rel_sys();
   }
   advance_epochs(args, epoch);
-  u32 taken = take(0, early);
-  if (taken == early) {
-    if (orders) {
-      wait_until_stores_have_read<0>();
-      send_flag(0);
-      wait_for_flag(0);
-    }
-    taken = take(early, steps);
+  u32 taken = 0;
+#pragma unroll 1
+  for (u32 phase = 0; phase < 2; ++phase) {
+    taken = take(taken, phase ? steps : early);
+    if (phase || taken < early) break;
+    if (!orders) continue;
+    send_flag(0);
+    wait_for_flag(0);
   }
   if (taken < steps) {
     if (orders) wait_until_stores_are_made();
@@ -155,5 +155,6 @@ template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stage
     return;
   }
   if (orders)
+#pragma unroll 1
     for (u32 flag = rounds > 1 ? rounds - 1 : 1; flag <= rounds && alive; ++flag) wait_for_flag(flag);
 }

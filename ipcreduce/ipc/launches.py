@@ -187,8 +187,7 @@ class Launches:
                 return None
             if self._parts_shape(-(-longest // plan.PACKET_BYTES), None)[0] <= sms:
                 return None
-        messages = n - 1 if request.op else 1
-        return plan.tiles(self._workspace.area_bytes, n, messages, sms or plan.EPOCH_SLOTS, self.resident, self.sharing)
+        return plan.tiles(self._workspace.area_bytes, n, n - 1, sms or plan.EPOCH_SLOTS, self.resident, self.sharing)
 
     def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
         return self.planned(nbytes, self.algorithm, self.table, sms)

@@ -4,9 +4,12 @@
 // A rank brings its own part into its area, and puts it into its place in the output, too, if it does not lie there. It
 // loads the parts of the peers from their areas. The copy unit moves what the program's arrays have, if all places there
 // are aligned, and else the threads do.
+#include <packets.cuh>
+constexpr u32 kStageTiles = kMaxRanks - 1;  // those of the peers, or one of this rank's own
 #include <tiles.cuh>
 
 template <bool kAligned> struct Gather {
+  static constexpr bool kCopies = kAligned;
   const Args& args;
   Stages& stages;
   bool is_there;  // this rank's part lies in its place
@@ -33,15 +36,7 @@ template <bool kAligned> struct Gather {
   }
   DEVICE void store_own(u32 stage, u32 tile) const {
     const u32 bytes = kPacketBytes * packets(0, tile);
-#ifdef IPCREDUCE_PUSH
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      if (bytes)
-        bulk_store(args.outs[i] + row_offset_at_peer(i, ring_bytes(args)) + offset_in_ring(args, tile),
-                   stages.tile[stage][0], bytes);
-#else
     if (bytes) bulk_store(args.outs[0] + offset_in_ring(args, tile), stages.tile[stage][0], bytes);
-#endif
     if (kAligned && bytes && !is_there) bulk_store(target(0, first_packet(tile)).at, stages.tile[stage][0], bytes);
   }
 
@@ -53,26 +48,21 @@ template <bool kAligned> struct Gather {
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       if (const u32 bytes = kPacketBytes * packets(i, tile))
-#ifdef IPCREDUCE_PUSH
-        bulk_load(stages.tile[stage][i], args.outs[0] + row_offset(i, ring_bytes(args)) + offset_in_ring(args, tile),
-                  bytes, stages.full[stage]);
-#else
-        bulk_load(stages.tile[stage][i], args.outs[i] + offset_in_ring(args, tile), bytes, stages.full[stage]);
-#endif
+        bulk_load(stages.tile[stage][i - 1], args.outs[i] + offset_in_ring(args, tile), bytes, stages.full[stage]);
   }
   DEVICE void work(u32 stage, u32 tile) const {
     if (kAligned) return;
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       for (u32 column = thread_in_block(); column < packets(i, tile); column += threads_in_block())
-        store_place<kElementBytes, false>(target(i, first_packet(tile) + column), stages.tile[stage][i][column], true);
+        store_place<kElementBytes, false>(target(i, first_packet(tile) + column), stages.tile[stage][i - 1][column], true);
   }
   DEVICE void store(u32 stage, u32 tile) const {
     if (!kAligned) return;
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       if (const u32 bytes = kPacketBytes * packets(i, tile))
-        bulk_store(target(i, first_packet(tile)).at, stages.tile[stage][i], bytes);
+        bulk_store(target(i, first_packet(tile)).at, stages.tile[stage][i - 1], bytes);
   }
   DEVICE void poison_tile(u32 tile) const {
 #pragma unroll

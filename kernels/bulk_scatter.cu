@@ -5,9 +5,12 @@
 // from the peers' areas and from its own array, reduces it onto the first tile of a stage, and stores it in its output.
 // The copy unit moves what the program's arrays have, if all places there are aligned, and else the threads do. In place
 // is safe: a packet of the own part is loaded before its result is stored, by the same step of the same block.
+#include <packets.cuh>
+constexpr u32 kStageTiles = kMaxRanks;  // those of all ranks
 #include <tiles.cuh>
 
 template <bool kAligned> struct Scatter {
+  static constexpr bool kCopies = false;
   const Args& args;
   Stages& stages;
 
@@ -39,13 +42,8 @@ template <bool kAligned> struct Scatter {
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       if (const u32 bytes = kPacketBytes * packets(i, tile))
-#ifdef IPCREDUCE_PUSH
-        bulk_store(args.outs[i] + row_offset_at_peer(i, ring_bytes(args)) + offset_in_ring(args, tile),
-                   stages.tile[stage][i], bytes);
-#else
         bulk_store(args.outs[0] + row_offset(i, ring_bytes(args)) + offset_in_ring(args, tile), stages.tile[stage][i],
                    bytes);
-#endif
   }
 
   DEVICE void load(u32 stage, u32 tile) const {
@@ -55,11 +53,7 @@ template <bool kAligned> struct Scatter {
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       bulk_load(stages.tile[stage][peer_rank(i)],
-#ifdef IPCREDUCE_PUSH
-                args.outs[0] + row_offset(i, ring_bytes(args)) + offset_in_ring(args, tile), bytes,
-#else
                 args.outs[i] + row_offset_at_peer(i, ring_bytes(args)) + offset_in_ring(args, tile), bytes,
-#endif
                 stages.full[stage]);
     if (kAligned) bulk_load(stages.tile[stage][kRank], source(0, first_packet(tile)).at, bytes, stages.full[stage]);
   }

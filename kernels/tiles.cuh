@@ -40,17 +40,17 @@
 //   then on this rank brings nothing, in this kernel and in later ones, until the host resets the epochs, when every
 //   kernel has ended on every rank. Blocks give the program bytes 0xFF in place of their tiles.
 #pragma once
-#include <packets.cuh>
 
 constexpr u32 kStages = 6, kRounds = 4, kRoundsAhead = 2;
 constexpr u32 kLeastTiles = kStages / 2;
 constexpr u32 kLine = 128 / kPacketBytes;
-constexpr u32 kTile = kStageBytes / kMaxRanks / kPacketBytes / kLine * kLine;  // packets of one rank in a stage
+constexpr u32 kTile = kStageBytes / kStageTiles / kPacketBytes / kLine * kLine;  // packets
 
 struct Stages {
-  Packet tile[kStages][kMaxRanks][kTile];
+  Packet tile[kStages][kStageTiles][kTile];
   Gate full[kStages];
   u32 stop[kStages];  // nothing has come, as a wait was abandoned
+  u32 taken;          // steps, in the end
 };
 static_assert(sizeof(Stages) <= kLargeSharedBytes, "a block has no more shared memory");
 
@@ -70,7 +70,8 @@ DEVICE u32 tile_packets(u32 packets, u32 tile) {
 //   load_own(stage, tile), load(stage, tile): called by one thread, which says at the gate how many bytes are due;
 //   work_own(stage, tile), work(stage, tile): called by all threads;
 //   store_own(stage, tile), store(stage, tile): called by one thread;
-// and poison_tile(tile), called by all threads, for a tile that was not exchanged.
+// and poison_tile(tile), called by all threads, for a tile that was not exchanged. Both::kCopies: work_own() and work() do
+// nothing, so that the one thread need not wait for the others.
 template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stages, u32 packets, const Both& both) {
   const u32 tiles = ceil_div(packets, kTile), round_tiles = (u32)args.out;
   const u32 count = tiles > block_in_grid() ? ceil_div(tiles - block_in_grid(), blocks_in_grid()) : 0;
@@ -113,6 +114,7 @@ template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stage
     if (orders)
       for (u32 step = begin; step < end && step < begin + kStages - 1; ++step) load(step);
     for (u32 step = begin; step < end; ++step) {
+      if (Both::kCopies && !orders) return end;
       const u32 stage = step % kStages, tile = (step - early) / 2;
       const bool brings = step < early || (step - early) % 2;
       const u32 brought = step < early ? step : tile + early;
@@ -121,7 +123,7 @@ template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stage
       if (brings) both.work_own(stage, brought);
       else both.work(stage, tile);
       fence_proxy_async_shared();
-      sync_block();
+      if (!Both::kCopies) sync_block();
       if (!orders) continue;
       if (brings) both.store_own(stage, brought);
       else both.store(stage, tile);
@@ -149,6 +151,9 @@ template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stage
     send_flag(0);
     wait_for_flag(0);
   }
+  if (orders) stages.taken = taken;
+  sync_block();
+  taken = stages.taken;
   if (taken < steps) {
     if (orders) wait_until_stores_are_made();
     for (u32 tile = taken <= early ? 0 : (taken - early + 1) / 2; tile < count; ++tile) both.poison_tile(tile);

@@ -187,7 +187,9 @@ class Launches:
                 return None
             if self._parts_shape(-(-longest // plan.PACKET_BYTES), None)[0] <= sms:
                 return None
-        return plan.tiles(self._workspace.area_bytes, n, n - 1, sms or plan.EPOCH_SLOTS, self.resident, self.sharing)
+        most = plan.EPOCH_SLOTS if sms is None else sms
+        room, reduces = self._workspace.area_bytes, bool(request.op)
+        return plan.tiles(room, n, most, self.resident, self.sharing, reduces=reduces)
 
     def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
         return self.planned(nbytes, self.algorithm, self.table, sms)

@@ -25,7 +25,7 @@ from .names import check_is_communicator
 class _Comm:
     """The communicator, and the memory that FSDP asks for."""
 
-    def __init__(self, comm: Communicator, sms: int | None = 8) -> None:
+    def __init__(self, comm: Communicator, sms: int | None = 16) -> None:
         """:raises ArgumentError: if ``comm`` is no Communicator, or ``sms`` no int from 1 on."""
         check_is_communicator(comm, f"{type(self).__name__}(comm)")
         self._comm, self._group = comm, GroupCheck(comm, torch)

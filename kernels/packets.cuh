@@ -36,7 +36,7 @@ struct Args {
   u64 missing;          // this rank's two words there: a bit r if a wait for rank r's data passed its deadline; then
                         // non-zero if a wait of this rank has ended without data: the epoch of that kernel, plus 1
   u64 timeout_ns;       // deadline of a wait, from its start
-  u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process; bulk.cu: its area
+  u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process; bulk.cuh: its area
 #ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
   PartTable parts;
 #endif
@@ -46,8 +46,8 @@ struct Args {
 #ifdef IPCREDUCE_SCALE  // a fused kernel
   NormArgs norm;
 #endif
-#ifdef IPCREDUCE_MEMBERS  // gather.cu, scatter.cu: in is all addresses and steps or-ed together, out is not used, and
-  PartsTable table;       // bytes counts the packets of the longest message
+#ifdef IPCREDUCE_MEMBERS  // arrays in parts: in is all addresses and steps or-ed together, out is not used, and bytes
+  PartsTable table;       // counts the packets of the longest message
 #endif
 };
 

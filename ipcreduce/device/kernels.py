@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
     :ivar op: one of ``dtypes.OPS``. :ivar depth: packets, or units of a row, that a thread takes at a time.
     :ivar parts: the most parts of a list; 0 for one array.
     :ivar scale: for a norm, the code of its scales; -1 for no norm. :ivar cluster: for a norm, the blocks of a row.
-    :ivar alone: it exchanges no data. :ivar members: the most arrays of a launch of gather.cu or scatter.cu.
+    :ivar alone: it exchanges no data. :ivar members: the most arrays of a launch that splits them.
     """
 
     name: str
@@ -59,7 +59,7 @@ class _Loaded:
     users: int = 0
 
 
-_SHARED_BYTES = {"bulk": 193 << 10}  # beside what a kernel declares: kLargeSharedBytes of sync.cuh
+_SHARED_BYTES = dict.fromkeys(("bulk", "bulk_gather", "bulk_scatter"), 193 << 10)  # kLargeSharedBytes of sync.cuh
 _Key = tuple[Any, ...]  # the context, the macros about the ranks, and the kernel
 _loaded: dict[_Key, _Loaded] = {}
 _lock = RLock()  # re-entrant, because a finaliser may run while this thread holds it

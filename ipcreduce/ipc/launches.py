@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..calls.addresses import Places, pairs_of
-from ..calls.request import NormShape, Request
+from ..calls.request import NormShape, Request, Rows
 from ..cuda import cupy_runtime, driver
 from ..cuda.expressions import Expression
 from ..device import arguments
@@ -144,22 +144,47 @@ class Launches:
         """All-gather, broadcast or reduce-scatter: a launch for all arrays that are reduced as one dtype."""
         assert request.split is not None
         n, collective = self._workspace.n, request.split.collective
-        name, op = parts.KERNELS[collective], request.op or "sum"
-        length = len(request.members) if request.is_list else None
+        op, length = request.op or "sum", len(request.members) if request.is_list else None
         most = min(plan.packets_of_rows(n - 1, self._workspace.half_bytes), plan.LAUNCH_PACKETS)
         steps: list[Step] = []
+        names: list[str] = []
         for dtype, kind, rows in parts.together(request, n):
-            planned = parts.make_plan(rows, self._workspace.rank, most, parts.most_pieces(self.most_parts))
             base = self._arguments(plan.code_offset(kind, f"{collective} {request.op}".strip()))
+            tiles = self._tiles(rows, request)
+            name = f"{plan.BULK}_{parts.KERNELS[collective]}" if tiles else parts.KERNELS[collective]
+            if tiles:
+                base[OUT], base[arguments.OUTS : arguments.OUTS + n] = tiles.round_tiles, self._workspace.areas
+            planned = parts.make_plan(
+                rows, self._workspace.rank, plan.LAUNCH_PACKETS if tiles else most, parts.most_pieces(self.most_parts)
+            )
             for members in {parts.places(one) for one in planned}:
                 self.kernels.load(Kernel(name, dtype, each, members=members) for each in (OPS if request.op else (op,)))
             for one in planned:
                 args = np.concatenate([base, parts.table(one)])
                 args[BYTES] = one.longest * plan.PACKET_BYTES
-                shape = plan.parts_shape(one.longest, n, self.resident, self.sharing, request.sms)
+                shape = tiles.shape if tiles else self._parts_shape(one.longest, request.sms)
                 launch = self.kernels.launch(Kernel(name, dtype, op, members=parts.places(one)), *shape, args)
-                steps.append(parts.step(one, launch, gathers=name == "gather", length=length))
-        return _prepared(request, steps, [name] * len(steps))
+                steps.append(parts.step(one, launch, gathers=not request.op, length=length))
+                names.append(name)
+        return _prepared(request, steps, names)
+
+    def _parts_shape(self, packets: int, sms: int | None) -> tuple[int, int]:
+        return plan.parts_shape(packets, self._workspace.n, self.resident, self.sharing, sms)
+
+    def _tiles(self, every: Mapping[int, Rows], request: Request) -> plan.Tiles | None:
+        """The shape of a launch with few blocks; None if these arrays go another way."""
+        n, sms = self._workspace.n, request.sms
+        if [one.rows for one in every.values()] != [1] or self.algorithm not in (None, plan.BULK):
+            return None
+        longest = max(max(one.widths) for one in every.values())
+        if self.algorithm is None:
+            if sms is None or longest < plan.BULK_BYTES:
+                return None
+            if self._parts_shape(-(-longest // plan.PACKET_BYTES), None)[0] <= sms:
+                return None
+        most = plan.EPOCH_SLOTS if sms is None else sms
+        room, reduces = self._workspace.area_bytes, bool(request.op)
+        return plan.tiles(room, n, most, self.resident, self.sharing, reduces=reduces)
 
     def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
         return self.planned(nbytes, self.algorithm, self.table, sms)

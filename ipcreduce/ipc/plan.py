@@ -69,7 +69,8 @@ ONE_HOP_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 *
 _LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its packets and bytes in 32 bits
 LAUNCH_PACKETS = _LAUNCH_BYTES // PACKET_BYTES
 BULK_BYTES = 1 * MB  # from this size on, it is used for calls that may not have all blocks
-_BULK_BLOCKS, _BULK_THREADS = 8, 512  # as few blocks as fill the links
+_BULK_BLOCKS, _TILE_BLOCKS, _BULK_THREADS = 8, 24, 512  # as few blocks as fill the links
+_STAGE_BYTES, _ROUNDS, _LEAST_TILES = 32 * KB, 4, 3  # of tiles.cuh
 _MOST_AREA = 256 * MB
 _GRAPH_BYTES = 1 * MB  # up to this size, most hosts take longer to launch an eager call than the GPU takes to run it
 
@@ -210,10 +211,36 @@ def make_plan(
 
 
 def _bulk_plan(nbytes: int, sms: int, area: int, resident: int, sharing: int) -> tuple[LaunchPlan, ...]:
-    grid = min(sms, _BULK_BLOCKS, max(1, min(resident, most_blocks(resident, sharing)) // 2))  # one a multiprocessor
+    grid = min(sms, _BULK_BLOCKS, most_resident(resident, sharing))
     unit = _unit(nbytes)
     even = -(-nbytes // -(-nbytes // area) // unit) * unit
     return tuple(LaunchPlan(BULK, at, min(even, nbytes - at), grid, _BULK_THREADS, 1) for at in range(0, nbytes, even))
+
+
+def most_resident(resident: int, sharing: int) -> int:
+    """The most blocks of a launch by bulk copies, of which a multiprocessor holds one."""
+    return max(1, min(resident, most_blocks(resident, sharing)) // 2)
+
+
+class Tiles(NamedTuple):
+    """The launch of a kernel of tiles.cuh. :ivar round_tiles: those of a block in a round, which is T there."""
+
+    grid: int
+    block: int
+    round_tiles: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Grid and block."""
+        return self.grid, self.block
+
+
+def tiles(area: int, n: int, sms: int, resident: int, sharing: int, *, reduces: bool) -> Tiles | None:
+    """The launch with as many blocks as have room in the area; None if not one has."""
+    room = area // (n - 1) if reduces else area  # of a message
+    tile = _STAGE_BYTES // (n if reduces else n - 1) // 128 * 128
+    most = min(sms, _TILE_BLOCKS, most_resident(resident, sharing), room // (_ROUNDS * _LEAST_TILES * tile))
+    return Tiles(most, _BULK_THREADS, room // (_ROUNDS * tile * most)) if most else None
 
 
 def area_bytes(workspace: int, capability: tuple[int, int]) -> int:

@@ -16,7 +16,7 @@ EMPTY = 0xFF  # every byte of an empty slot, whose words are then the sentinel
 class Workspace:
     """This rank's workspace, and its mappings of the peers' ones.
 
-    It consists of epochs, two halves of slots, and the area in which bulk.cu works.
+    It consists of epochs, two halves of slots, and the area in which the kernels of bulk.cuh work.
 
     ``address`` is that of the epochs. ``peers[i]`` is the address in this process at which the slots of rank
     (rank + i) % n begin, and ``area`` is from there to the area.
@@ -44,6 +44,11 @@ class Workspace:
 
     def _allocate(self) -> int:
         return driver.allocate(self.nbytes + self.area_bytes)
+
+    @property
+    def areas(self) -> list[int]:
+        """The address in this process of the area of rank (rank + i) % n, for each i."""
+        return [peer + self.area for peer in self.peers]
 
     def export(self) -> bytes:
         """The IPC handle by which peers map this workspace."""

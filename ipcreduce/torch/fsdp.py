@@ -18,16 +18,18 @@ from ..buckets import GroupCheck
 from ..communicator import Communicator
 from ..dtypes import op_name
 from ..errors import ArgumentError
+from ..options import checked_sms
 from .names import check_is_communicator
 
 
 class _Comm:
     """The communicator, and the memory that FSDP asks for."""
 
-    def __init__(self, comm: Communicator) -> None:
-        """:raises ArgumentError: if ``comm`` is no Communicator."""
+    def __init__(self, comm: Communicator, sms: int | None = 16) -> None:
+        """:raises ArgumentError: if ``comm`` is no Communicator, or ``sms`` no int from 1 on."""
         check_is_communicator(comm, f"{type(self).__name__}(comm)")
         self._comm, self._group = comm, GroupCheck(comm, torch)
+        self._sms = None if sms is None else checked_sms(sms)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new tensor, in which FSDP collects what is gathered or scattered."""
@@ -49,7 +51,7 @@ class FSDPAllGather(_Comm):
         :raises IpcReduceError: see :meth:`Communicator.allgather`.
         """
         self._group.compare_once(group)
-        self._comm.allgather(input_tensor, out=output_tensor)
+        self._comm.allgather(input_tensor, out=output_tensor, sms=self._sms)
 
 
 class FSDPReduceScatter(_Comm):
@@ -77,4 +79,4 @@ class FSDPReduceScatter(_Comm):
                 "on the model, so that it divides by itself"
             ) from error
         self._group.compare_once(group)
-        self._comm.reduce_scatter(input_tensor, op, out=output_tensor)
+        self._comm.reduce_scatter(input_tensor, op, out=output_tensor, sms=self._sms)

@@ -89,6 +89,7 @@ PROGRAMS = {
     "direct": lambda: graphs("direct"),
     "bulk": lambda: swept("plain", "bulk"),
     "split": lambda: swept("split", None),  # gather.cu and scatter.cu
+    "bulk_split": lambda: swept("split", "bulk"),
     "fused_one_shot": lambda: swept("norm", "one_shot"),
     "fused_two_shot": lambda: swept("norm", "two_shot"),
     "rmsnorm": lambda: swept("norm", None),

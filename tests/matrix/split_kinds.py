@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ipcreduce.ipc import plan
 from tests.matrix.kind import Kind, Values, whole
 from tests.shared import reference
 
@@ -66,6 +67,7 @@ class _Split(Kind):
         return {"axis": 2}, "axis is 2, and array has 2 dimensions"
 
 
+_LONG = 2 * (plan.BULK_BYTES // 4000 + 1), 1000  # a part of it is long for two ranks
 _FURTHER = ((12, 7), np.uint8), ((12, 3, 2), np.float16)
 
 
@@ -101,6 +103,20 @@ class AllGather(_Split):
 
 
 @dataclass(frozen=True)
+class AllGatherByFewBlocks(AllGather):
+    """A long all-gather with a limit of blocks."""
+
+    name = "all-gather by few blocks"
+    words = f"all-gather of float32 {_LONG}, axis 0, no sizes= by 3 blocks"
+    variants: ClassVar = (
+        ({"sms": 4}, " by 4 blocks"), ({"sms": None}, f"all-gather of float32 {_LONG}, axis 0, no sizes="),
+        ({"uneven": True}, " by 3 blocks"),
+    )  # fmt: skip
+    whole: tuple[int, ...] = _LONG
+    sms: int | None = 3
+
+
+@dataclass(frozen=True)
 class ReduceScatter(_Split):
     """A reduce-scatter of one array."""
 
@@ -127,6 +143,20 @@ class ReduceScatter(_Split):
 
     def call(self, comm: Any, given: Values, stream: Any) -> Values:
         return self.make(comm.reduce_scatter, given, stream, op=self.op)
+
+
+@dataclass(frozen=True)
+class ReduceScatterByFewBlocks(ReduceScatter):
+    """A long reduce-scatter with a limit of blocks."""
+
+    name = "reduce-scatter by few blocks"
+    words = f"reduce-scatter by sum of float32 {_LONG}, axis 0, no sizes= by 3 blocks"
+    variants: ClassVar = (
+        ({"sms": 4}, " by 4 blocks"), ({"sms": None}, f"reduce-scatter by sum of float32 {_LONG}, axis 0, no sizes="),
+        ({"op": "max"}, f"reduce-scatter by max of float32 {_LONG}"),
+    )  # fmt: skip
+    whole: tuple[int, ...] = _LONG
+    sms: int | None = 3
 
 
 @dataclass(frozen=True)
@@ -201,4 +231,7 @@ class Broadcasts(Broadcast):
     further: tuple[tuple[tuple[int, ...], Any], ...] | None = _FURTHER
 
 
-SPLITS: tuple[type[Kind], ...] = AllGather, ReduceScatter, Broadcast, AllGathers, ReduceScatters, Broadcasts
+SPLITS: tuple[type[Kind], ...] = (
+    AllGather, AllGatherByFewBlocks, ReduceScatter, ReduceScatterByFewBlocks, Broadcast, AllGathers, ReduceScatters,
+    Broadcasts,
+)  # fmt: skip

@@ -46,6 +46,10 @@ SEARCHES = (
     *(_kernel("one_shot", 3, faults) for faults in (NO_FAULT, ABORT, DEATH)),
     *(_kernel(model, 3, NO_FAULT) for model in ("two_shot", "direct", "bulk", "mixed")),
     _kernel("one_shot", 4, NO_FAULT),
+    Search("tiles", 2, "none", ("OPERATIONS=2",)),
+    Search("tiles", 2, "abort", ("FAULTS=1", "OPERATIONS=2", "ROUNDS=4")),
+    Search("tiles", 3, "none", ("OPERATIONS=1", "ROUNDS=5")),
+    Search("tiles", 3, "none", ("OPERATIONS=2", "ROUNDS=1")),
     Search("vote", 2, "gives up", ("SERIALS=6",)),
     Search("vote", 2, "gives up, death", ("SERIALS=4", "DEATH=1")),
     Search("vote", 3, "gives up", ("SERIALS=3",)),
@@ -80,6 +84,11 @@ BREAKS = (
         for name in ("NO_ROWS_NO_PACKET", "NOTHING_TO_NO_ROWS", "NO_ANSWER", "OWN_LENGTH")
         for order in _ORDERS
     ),
+    *(
+        Search("tiles", 2, "none", ("OPERATIONS=2",), name)
+        for name in ("NO_FENCE", "TWO_SLOTS", "THREE_PLACES", "EARLY_ROUND", "NO_EXIT")
+    ),
+    Search("tiles", 2, "abort", ("FAULTS=1", "OPERATIONS=2"), "BRINGS_WHEN_DEAD"),
     *(
         Search("vote", 2, "gives up", ("SERIALS=4",), name)
         for name in ("NO_SEAL", "NO_ABANDON", "SILENT", "ONE_BUFFER", "KEEP_NUMBERS")

@@ -25,7 +25,8 @@ from tests.tools import machine, processes
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KERNELS = (
-    "one_shot", "two_shot", "direct", "bulk", "split", "fused_one_shot", "fused_two_shot", "rmsnorm", "verify", "limit",
+    "one_shot", "two_shot", "direct", "bulk", "split", "bulk_split", "fused_one_shot", "fused_two_shot", "rmsnorm",
+    "verify", "limit",
 )  # fmt: skip
 RANKS = 2
 FOUND = 9  # the tool's exit status if it has found something

@@ -23,7 +23,7 @@ from ipcreduce.device.devices import MIN_CAPABILITY
 from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError
 
-SPLITS = "gather", "scatter"
+SPLITS = "gather", "scatter", "bulk_gather", "bulk_scatter"
 KERNELS = ("one_shot", "two_shot", "direct", "bulk", *SPLITS)  # those of every dtype and op; verify and limit have none
 # Those with RMSNorm, and their dtypes: sums only.
 NORMS = {
@@ -118,6 +118,8 @@ def macros(
 
 def members_of(kernel: str, turn: int) -> int:
     """The places in the table of a kernel of :data:`SPLITS`, which take turns; 0 for others."""
+    if kernel.startswith("bulk"):
+        return int(kernel in SPLITS)
     return (1, 25, 213)[turn % 3] if kernel in SPLITS else 0
 
 

@@ -179,6 +179,8 @@ EXCHANGES = [
     ("direct", macros("uint64")),
     ("bulk", macros("bfloat16", n=3)),
     ("bulk", macros("int8")),
+    ("bulk_gather", macros("uint8", n=3, members=1)),
+    ("bulk_scatter", macros("bfloat16", members=1)),
     ("copy", macros("int8", n=1)),
     ("verify", macros("int32")),
     ("limit", macros("int32", n=4)),

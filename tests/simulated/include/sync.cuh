@@ -225,7 +225,8 @@ DEVICE void prepare_gate(Gate& gate) {
   __atomic_store_n(&gate.phase, 0, __ATOMIC_RELAXED);
 }
 DEVICE void expect_at_gate(Gate& gate, u32 bytes) {
-  __atomic_fetch_add(&gate.left, bytes - (1u << 31), __ATOMIC_RELEASE);
+  if (bytes) __atomic_fetch_add(&gate.left, bytes - (1u << 31), __ATOMIC_RELEASE);
+  else __atomic_fetch_add(&gate.phase, 1, __ATOMIC_RELEASE);
 }
 DEVICE void bulk_load(void* to, u64 from, u32 bytes, Gate& gate) {
   sim_touch();

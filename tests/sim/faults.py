@@ -20,6 +20,7 @@ ONE_SHOT_INT = Library("one_shot", "int32")
 TWO_SHOT_INT = Library("two_shot", "int32")
 DIRECT = Library("direct", "float32")
 BULK = Library("bulk", "float32")
+TILES = (Library("bulk_gather", "uint32", members=1), Library("bulk_scatter", "float32", members=1))
 GATHER = Library("gather", "uint32", members=1)
 SCATTER = Library("scatter", "float32", members=1)
 SCATTER_INT = Library("scatter", "int32", members=1)
@@ -45,13 +46,15 @@ class Fault:
     mode: str = "sweep"
     also: tuple[str, str, str] | None = None  # file, old, new
     rare: bool = False  # shows only if a packet is late, so by many operations
+    packets: int = 96  # the most of a message
 
     @property
     def arguments(self) -> dict[str, object]:
         operations = 4000 if self.rare else {"sweep": 120, "absent": 4, "late": 16}[self.mode]
         # A short deadline only where it is one that has to pass: else a slow machine would be what is found.
         seconds = 2 if "timeout" in self.caught_by else 1 if "hang" in self.caught_by else 40
-        return {"ranks": 3, "operations": operations, "seconds": seconds, "tsan": TSAN in self.caught_by}
+        found = {"ranks": 3, "operations": operations, "seconds": seconds, "tsan": TSAN in self.caught_by}
+        return found | {"packets": self.packets}
 
 
 FAULTS = [
@@ -375,6 +378,77 @@ FAULTS = [
         "    if (!orders) continue;\n",
         ("value",),
         [BULK],
+    ),
+    Fault(
+        "tiles: a round is loaded before the peers have brought it",
+        "tiles.cuh",
+        "tile % round_tiles == 0 && round > 1) wait_for_flag(round - 1);",
+        "tile % round_tiles == 0 && round > 1) {}",
+        ("value", "not at rest", "timeout"),
+        TILES,
+        packets=900,
+    ),
+    Fault(
+        "tiles: the last flags are not waited for",
+        "tiles.cuh",
+        "flag <= rounds && alive; ++flag) wait_for_flag(flag);",
+        "flag <= rounds && alive; ++flag) {}",
+        ("value", "not at rest", "timeout"),
+        TILES,
+    ),
+    Fault(
+        "tiles: the first flag is sent before the tiles are brought",
+        "tiles.cuh",
+        "    taken = take(taken, phase ? steps : early);\n    if (phase || taken < early) break;\n",
+        "    if (orders && !phase) send_flag(0);\n    taken = take(taken, phase ? steps : early);\n"
+        "    if (phase || taken < early) break;\n",
+        ("value", TSAN, "not at rest"),
+        TILES,
+        also=("tiles.cuh", "    send_flag(0);\n    wait_for", "    wait_for"),
+    ),
+    Fault(
+        "tiles: no fence before a flag",
+        "tiles.cuh",
+        "    fence_acq_rel_sys();\n#pragma unroll\n    for (int i = 1; i < kRanks; ++i)\n      store_packet",
+        "#pragma unroll\n    for (int i = 1; i < kRanks; ++i)\n      store_packet",
+        (TSAN,),
+        TILES,
+    ),
+    Fault(
+        "tiles: no barrier before a tile is stored",
+        "tiles.cuh",
+        "if (!Both::kCopies) sync_block();",
+        "",
+        (TSAN, "value", "simulator"),
+        TILES[1:],
+    ),
+    Fault(
+        "tiles: there are three places for rounds",
+        "tiles.cuh",
+        "return kRounds * (u32)args.out;",
+        "return 3 * (u32)args.out;",
+        ("value", TSAN),
+        TILES,
+        packets=900,
+        rare=True,
+    ),
+    Fault(
+        "tiles: an abandoned wait ends nothing",
+        "tiles.cuh",
+        "stages.stop[stage] = !alive;",
+        "stages.stop[stage] = 0;",
+        ("value", "hang"),
+        TILES,
+        mode="late",
+    ),
+    Fault(
+        "tiles: a block poisons none of its tiles",
+        "tiles.cuh",
+        "both.poison_tile(tile);",
+        ";",
+        ("value",),
+        TILES[1:],
+        mode="absent",
     ),
     Fault(
         "bulk: a rank that has abandoned its wait goes on",

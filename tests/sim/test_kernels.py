@@ -17,7 +17,10 @@ WHOLE += [Library("bulk", dtype) for dtype in kernels.DTYPES]
 SPLITS = [Library("gather", dtype, members=members) for dtype, members in (("uint8", 1), ("uint32", 4), ("uint64", 1))]
 SPLITS += [Library("scatter", dtype, members=4 if dtype == "int32" else 1) for dtype in kernels.DTYPES]
 SPLITS += [Library("gather", "uint32", depth=2, members=1), Library("scatter", "float32", depth=2, members=4)]
-WHOLE += SPLITS
+TILES = [Library(f"bulk_{kernel}", dtype, members=1) for kernel, dtype in (
+    ("gather", "uint8"), ("gather", "uint64"), ("scatter", "float32"), ("scatter", "int8"), ("scatter", "float64"),
+)]  # fmt: skip
+WHOLE += SPLITS + TILES
 HALVES = [library._replace(whole=False) for library in WHOLE]
 OF_EACH_SIZE = [library for library in WHOLE + HALVES if library.dtype in ("int8", "uint32", "float32", "float64")]
 
@@ -37,7 +40,7 @@ def test_sums_are_exact(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_many_tiles(ranks: int) -> None:
-    deep = [library for library in WHOLE if library.depth > 1 or library.kernel == "bulk"]
+    deep = [library for library in WHOLE if library.depth > 1 or library.kernel.startswith("bulk")]
     result = kernels.run("sweep", deep, ranks=ranks, operations=60, packets=900, seed=ranks)
     assert result == ("nothing", "ok\n")
 

@@ -66,14 +66,19 @@ struct Table {
   u32 packets[8];
   Member members[4];
 };
-static bool splits(const Library& library) { return library.kernel == "gather" || library.kernel == "scatter"; }
+static bool in_tiles(const Library& library) { return library.kernel.rfind("bulk_", 0) == 0; }
+static bool gathers(const Library& library) { return library.kernel == "gather" || library.kernel == "bulk_gather"; }
+static bool splits(const Library& library) {
+  return gathers(library) || library.kernel == "scatter" || library.kernel == "bulk_scatter";
+}
+constexpr u32 kRoundTiles = 3, kMostStageBytes = 32 << 10;  // T of tiles.cuh; a tile is smaller than a stage
 static u32 members_of(const Library& library) {
   return (u32)((library.limits[1] - sizeof(Args) - offsetof(Table, members)) / sizeof(Member));
 }
 
 struct Rank {
   std::vector<u32> epochs;
-  u8 *workspace, *area;  // two halves; where bulk.cu works
+  u8 *workspace, *area;  // two halves; where bulk.cu and its like work
   u32 missing, ended;
 };
 static std::vector<Rank> world;
@@ -287,7 +292,7 @@ struct Split {
 };
 static Split choose_split(u64 number, int rank, const Operation& op, u32 size) {
   Random shared{mix(seed ^ number ^ 0x5917)}, own{mix(seed ^ number << 8 ^ (u64)rank << 40 ^ 0x5917)};
-  const bool gathers = op.library->kernel == "gather", even = shared.below(3) == 0;
+  const bool gathered = gathers(*op.library), even = shared.below(3) == 0;
   const u32 count = 1 + shared.below(members_of(*op.library)), root = shared.below((u32)ranks * 3);
   const u32 most = shared.below(2) ? most_packets / count : 3;  // packets of a message in an array
   Split split = {};
@@ -296,12 +301,12 @@ static Split choose_split(u64 number, int rank, const Operation& op, u32 size) {
     Member& member = split.table.members[m];
     for (int r = 0; r < ranks; ++r) member.first[r] = m < count ? split.table.packets[r] : 0xFFFFFFFF;
     if (m >= count) continue;
-    const u32 rows = shared.below(2) ? 1 : 1 + shared.below(std::min(most, 6u));
+    const u32 rows = shared.below(2) || in_tiles(*op.library) ? 1 : 1 + shared.below(std::min(most, 6u));
     split.rows.push_back(rows);
     split.widths.emplace_back();
     u32 pitch = 0;
     for (int r = 0; r < ranks; ++r) {
-      const bool none = gathers && root < (u32)ranks ? r != (int)root : shared.below(4) == 0;  // as in a broadcast
+      const bool none = gathered && root < (u32)ranks ? r != (int)root : shared.below(4) == 0;  // as in a broadcast
       u32 width = none ? 0 : 1 + shared.below(most / rows * 16 / size);
       if (even) width = width * size / 16 * 16 / size;
       split.widths[m].push_back(width);
@@ -326,7 +331,7 @@ static Split choose_split(u64 number, int rank, const Operation& op, u32 size) {
 
 template <class T> u64 run_split(u64 number, int rank, const Operation& op, Expected wanted, u64 deadline) {
   Split split = choose_split(number, rank, op, sizeof(T));
-  const bool gathers = op.library->kernel == "gather";
+  const bool gathered = gathers(*op.library), tiled = in_tiles(*op.library);
   // Calls f(place of an element, its rank, its index in all arrays) for this rank's parts, or for the whole arrays.
   const auto elements = [&](bool whole, auto f) {
     for (u32 m = 0; m < split.rows.size(); ++m) {
@@ -342,7 +347,7 @@ template <class T> u64 run_split(u64 number, int rank, const Operation& op, Expe
     }
   };
   const auto at = [&](u64 place) { return split.memory.data() + place; };
-  elements(!gathers, [&](u64 place, int, u64 index) {
+  elements(!gathered, [&](u64 place, int, u64 index) {
     const T value = element<T>(number, rank, index);
     std::memcpy(at(place), &value, sizeof value);
   });
@@ -358,7 +363,9 @@ template <class T> u64 run_split(u64 number, int rank, const Operation& op, Expe
     call.args.in |= member.part | member.whole | member.pitch;
     for (int r = 0; r < ranks; ++r) call.args.in |= member.offset[r] | member.width[r];
   }
-  const u32 grid = number % 2 ? op.grid : (longest + op.block - 1) / op.block;  // with tiles or without
+  const u32 grid = number % 2 || tiled ? op.grid : (longest + op.block - 1) / op.block;  // with tiles or without
+  if (tiled) call.args.out = kRoundTiles;
+  for (int i = 0; tiled && i < ranks; ++i) call.args.outs[i] = (u64)world[(rank + i) % ranks].area;
   sim_run(op.library->run, &call, grid, op.block, rank, ranks, true);
   ++ended;
 
@@ -366,15 +373,15 @@ template <class T> u64 run_split(u64 number, int rank, const Operation& op, Expe
     found(kTimeout, "%s, operation %llu, rank %d: timed out, missing 0x%x", op.library->kernel.c_str(), number, rank,
           __atomic_load_n(&world[rank].missing, __ATOMIC_RELAXED));
   u64 bits = 0;
-  elements(gathers, [&](u64 place, int r, u64 index) {
-    T value, right = gathers ? element<T>(number, r, index) : expected<T>(number, index);
+  elements(gathered, [&](u64 place, int r, u64 index) {
+    T value, right = gathered ? element<T>(number, r, index) : expected<T>(number, index);
     std::memcpy(&value, at(place), sizeof value);
     std::memcpy(due.data() + place, &value, sizeof value);
-    bits = gathers ? hash(at(place), sizeof value) ^ mix(bits) : 0;  // each rank's part of a reduction is another one
+    bits = gathered ? hash(at(place), sizeof value) ^ mix(bits) : 0;  // each rank's part of a reduction is another one
     const bool poisoned = std::all_of(at(place), at(place) + sizeof(T), [](u8 byte) { return byte == 0xFF; });
     // The rank that is away is the last one. A warp that waits for none of its packets gets those of the others.
-    const bool must_be_poisoned = wanted == kPoisoned && (!gathers || r == ranks - 1);
-    if (poisoned && wanted != kRight && !(gathers && r == rank)) return;
+    const bool must_be_poisoned = wanted == kPoisoned && (!gathered || r == ranks - 1);
+    if (poisoned && wanted != kRight && !(gathered && !tiled && r == rank)) return;
     if (must_be_poisoned || (std::memcmp(&value, &right, sizeof value) && !(value != value && right != right)))
       found(kValue, "%s %s, operation %llu, rank %d: byte %llu of rank %d's is %.17g, not %.17g",
             op.library->kernel.c_str(), op.library->dtype.c_str(), number, rank, index, r, (double)value,
@@ -525,7 +532,7 @@ int main(int count, char** words) {
   world.resize(ranks);
   for (Rank& rank : world) {
     rank.workspace = (u8*)std::aligned_alloc(128, 2 * half_bytes);
-    rank.area = (u8*)std::aligned_alloc(128, (size_t)ranks * 16 * (most_packets + 64));
+    rank.area = (u8*)std::aligned_alloc(128, (size_t)ranks * (16 * (most_packets + 64) + 4 * kRoundTiles * 2 * kMostStageBytes));
   }
   reset();
   const std::string mode = words[1];

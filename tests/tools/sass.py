@@ -70,7 +70,7 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
     """Deviations from code in which every packet is a single access of 128 bits; empty if there are none.
 
     By sync.cuh and packets.cuh, all other accesses of system scope are 32-bit words: two loads and three stores in
-    check_wait, and with each packet of integers the sentinel words of its escape packet. Of flags (direct.cu, bulk.cu,
+    check_wait, and with each packet of integers the sentinel words of its escape packet. Of flags (direct.cu, bulk.cu and its like,
     limit.cu) only the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
     """
     loads, stores = accesses(cubin)
@@ -79,12 +79,22 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
     peers = int(macros["IPCREDUCE_RANKS"]) - 1
     sentinels = 1 if int(macros["IPCREDUCE_WHOLE_PACKETS"]) else 2
     control_loads, control_stores = (0, 0) if kernel == "verify" else (2, 3)
-    escapes = 0 if kernel in ("verify", "limit", "bulk") or "float" in macros["IPCREDUCE_DTYPE"] else sentinels
-    flags = {"direct": peers, "limit": peers, "bulk": 2 * peers}.get(kernel, 0)
+    escapes = (
+        0
+        if kernel in ("verify", "limit") or kernel.startswith("bulk") or "float" in macros["IPCREDUCE_DTYPE"]
+        else sentinels
+    )
+    flags = {
+        "direct": peers,
+        "limit": peers,
+        "bulk": 2 * peers,
+        "bulk_gather": 8 * peers,
+        "bulk_scatter": 8 * peers,
+    }.get(kernel, 0)
     words = {  # if n flags are loaded as words
         control_loads + escapes * (loads[128] - flags + n) + sentinels * n for n in range(flags + 1)
     }
-    least = {"loads": 0 if kernel == "bulk" else peers, "stores": peers}  # bulk.cu exchanges flags only
+    least = {"loads": 0 if kernel.startswith("bulk") else peers, "stores": peers}  # bulk.cu exchanges flags only
     if kernel in ("verify", "limit"):
         least = {"loads": kernel == "verify", "stores": 1 if kernel == "verify" else 2 * peers}
     return [

@@ -70,8 +70,8 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
     """Deviations from code in which every packet is a single access of 128 bits; empty if there are none.
 
     By sync.cuh and packets.cuh, all other accesses of system scope are 32-bit words: two loads and three stores in
-    check_wait, and with each packet of integers the sentinel words of its escape packet. Of flags (direct.cu, bulk.cu and its like,
-    limit.cu) only the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
+    check_wait, and with each packet of integers the sentinel words of its escape packet. Of flags (direct.cu, limit.cu,
+    bulk.cu and its like) only the sentinel words are used, so a compiler may narrow the loads of some or all to them.
     """
     loads, stores = accesses(cubin)
     if kernel in ("rmsnorm", "copy"):  # which exchange nothing

@@ -42,15 +42,15 @@ class _Methods:
 
     def _gather(self, x: Any, axis: int, sizes: Sizes = None, out: Any = None) -> Any:
         seat = _found(self.ca_comm)
-        return None if seat is None else seat.all_gather(x, axis, sizes, out)
+        return None if seat is None else seat.make_all_gather(x, axis, sizes, out)
 
     def _scatter(self, x: Any, axis: int, sizes: Sizes = None, out: Any = None) -> Any:
         seat = _found(self.ca_comm)
-        return None if seat is None else seat.reduce_scatter(x, axis, sizes, out)
+        return None if seat is None else seat.make_reduce_scatter(x, axis, sizes, out)
 
     def _send(self, x: Any, root: int) -> Any:
         seat = _found(self.ca_comm)
-        return None if seat is None else seat.broadcast(x, root)
+        return None if seat is None else seat.make_broadcast(x, root)
 
 
 class CommunicatorMethods(_Methods):

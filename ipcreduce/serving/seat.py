@@ -119,7 +119,7 @@ class EngineAllReduce:
         self._say(f"ipcreduce leaves {kind} of tensors {why} to the server")
         return False
 
-    def all_gather(self, x: Any, axis: int, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+    def make_all_gather(self, x: Any, axis: int, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
         """Every rank's tensor along an axis, in ``out`` or a new tensor; None for one that is declined.
 
         It can be captured, takes every size and layout, and dtypes that are moved as bytes. ``x`` may be a list, which
@@ -133,7 +133,7 @@ class EngineAllReduce:
         self._count("all-gathers")
         return self._comm.allgather(x, axis=axis, sizes=sizes, out=out)
 
-    def reduce_scatter(self, x: Any, axis: int, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+    def make_reduce_scatter(self, x: Any, axis: int, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
         """This rank's part of the sum, in ``out`` or a new tensor; None for a tensor that is declined.
 
         It can be captured, and takes every size and layout. Its bits are those of the all-reduce.
@@ -146,7 +146,7 @@ class EngineAllReduce:
         self._count("reduce-scatters")
         return self._comm.reduce_scatter(x, axis=axis, sizes=sizes, out=out)
 
-    def broadcast(self, x: Any, root: int) -> Any:
+    def make_broadcast(self, x: Any, root: int) -> Any:
         """The tensor, with rank ``root``'s values; None if it is declined. It can be captured.
 
         :raises IpcReduceError: see :meth:`Communicator.broadcast`.
@@ -223,10 +223,10 @@ class EngineAllReduce:
         return nullcontext()
 
     def custom_all_gather(self, inp: torch.Tensor) -> None:
-        """Decline the tensor: return None. vLLM then calls the group's all-gather, which is :meth:`all_gather`."""
+        """Decline the tensor: return None. vLLM then calls the group's all-gather, which is :meth:`make_all_gather`."""
 
     def custom_reduce_scatter(self, inp: torch.Tensor) -> None:
-        """Decline the tensor: return None. vLLM then calls the group's own, which is :meth:`reduce_scatter`."""
+        """Decline the tensor: return None. vLLM then calls the group's own, which is :meth:`make_reduce_scatter`."""
 
     def suspend(self) -> None:
         """Give the workspace's memory back, as the server sleeps. Every rank must call it. Captures stay valid.

@@ -111,10 +111,10 @@ def test_what_is_declined_is_said_once(comm: Any, caplog: pytest.LogCaptureFixtu
     others = [Tensor(1, dtype="bool"), Tensor(1, device="cuda:1"), Tensor(2, whole=False), Tensor(1000)]
     for _ in range(2):
         assert not any(comm.should_custom_ar(x) for x in others)
-        assert comm.reduce_scatter(others[0], 0) is None
-        assert comm.broadcast(others[1], 0) is None
-        assert comm.all_gather([Tensor(2), others[1]], 0) is None
-        assert comm.reduce_scatter(Tensor(2), 0, None, others[1]) is None
+        assert comm.make_reduce_scatter(others[0], 0) is None
+        assert comm.make_broadcast(others[1], 0) is None
+        assert comm.make_all_gather([Tensor(2), others[1]], 0) is None
+        assert comm.make_reduce_scatter(Tensor(2), 0, None, others[1]) is None
     assert caplog.messages == [
         f"ipcreduce leaves {kind} of tensors {why} to the server"
         for kind, why in [
@@ -124,7 +124,7 @@ def test_what_is_declined_is_said_once(comm: Any, caplog: pytest.LogCaptureFixtu
         ]
     ]  # fmt: skip
     comm.disabled = True
-    assert comm.all_gather(Tensor(2), 0) is None
+    assert comm.make_all_gather(Tensor(2), 0) is None
     assert len(caplog.messages) == 8, "why it is disabled was said before"
 
 

@@ -21,13 +21,13 @@ class Seat:
 
     takes = True
 
-    def all_gather(self, *given: Any) -> Any:
+    def make_all_gather(self, *given: Any) -> Any:
         return ("all_gather", *given) if self.takes else None
 
-    def reduce_scatter(self, *given: Any) -> Any:
+    def make_reduce_scatter(self, *given: Any) -> Any:
         return ("reduce_scatter", *given) if self.takes else None
 
-    def broadcast(self, *given: Any) -> Any:
+    def make_broadcast(self, *given: Any) -> Any:
         return ("broadcast", *given) if self.takes else None
 
 

@@ -6,7 +6,7 @@ torch.compile sees what it saw before: both servers call most of the methods wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,12 @@ def _joined(methods: type, theirs: type) -> type:
 def _found(seat: Any) -> EngineAllReduce | None:
     """The seat, if it is ours now: servers take it away for a time, and when they end."""
     return seat if isinstance(seat, EngineAllReduce) else None
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile trace a function, as it does the server's: it skips the files of this package."""
+    setattr(function, "__code__", function.__code__.replace(co_filename="ipcreduce_serving_methods"))  # noqa: B010
+    return function
 
 
 class _Methods:
@@ -114,6 +120,7 @@ class SGLangMethods(_Methods):
     call those two.
     """
 
+    @_traced
     def all_gather(self, input_: Any, dim: int = -1, output_tensor_list: Any = None) -> Any:
         asks = output_tensor_list is None and not torch.compiler.is_compiling()
         found = self._gather(input_, dim) if asks else None
@@ -134,6 +141,7 @@ class SGLangMethods(_Methods):
         found = self._scattered_flat(output, input)
         return super()._reduce_scatter_tensor(output, input) if found is None else output  # type: ignore[misc]
 
+    @_traced
     def reduce_scatter_tensor(self, output: Any, input: Any) -> None:
         """Where SGLang is deterministic, its own is an all-reduce of a clone and a slice of that."""
         if torch.compiler.is_compiling() or self._scattered_flat(output, input) is None:

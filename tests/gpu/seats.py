@@ -114,6 +114,15 @@ class GroupCoordinator(Own):
         return self.count(input_)
 
 
+SGLANG: list[Any] = []
+
+
+@torch.library.custom_op("ipcreduce_seats::into_tensor", mutates_args=["output"])
+def into_tensor(output: torch.Tensor, input: torch.Tensor) -> None:
+    """SGLang's operator, which finds the group when it runs."""
+    SGLANG[0]._all_gather_into_tensor(output, input)
+
+
 class SGLangGroup(Own):
     """SGLang's GroupCoordinator, where it is deterministic."""
 
@@ -124,10 +133,14 @@ class SGLangGroup(Own):
     def all_gather(self, input_: torch.Tensor, dim: int = -1, output_tensor_list: Any = None) -> Any:
         if output_tensor_list is not None:
             return self.count(dist.all_gather(output_tensor_list, input_))
+        if torch.compiler.is_compiling() and dim == 0:
+            output = input_.new_empty([SIZE * input_.shape[0], *input_.shape[1:]])
+            self.all_gather_into_tensor(output, input_)
+            return output
         return self.count(gathered(input_, dim % input_.dim()))
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        self._all_gather_into_tensor(output, input)
+        into_tensor(output, input)
 
     def _all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
         self.count(output.copy_(gathered(input.reshape(-1), 0).view(output.shape)))
@@ -237,6 +250,7 @@ def vllm() -> None:
 def sglang() -> None:
     group: Any = SGLangGroup()
     groups.take(group, SGLangMethods)
+    SGLANG[:] = [group]
     x, mine, whole = values(2 * SIZE, 4 * SIZE), values(LENGTHS[RANK], 5), values(sum(LENGTHS), 5)
     for dim in (-1, 0):
         check(
@@ -272,6 +286,8 @@ def sglang() -> None:
         "a strided output", x, lambda x: (group._all_gather_into_tensor(columns, x), columns)[1],
         lambda x: gathered(x, 0), ours=False,
     )  # fmt: skip
+    compiled = torch.compile(lambda x: group.all_gather(x * 2, 0) + 1, backend="aot_eager", fullgraph=True)
+    check("compiled", x, compiled, lambda x: gathered(x * 2, 0) + 1)
     seat, group.ca_comm = group.ca_comm, None  # as SGLang does for a time
     check("no seat", x, lambda x: group.all_gather(x, 0), lambda x: gathered(x, 0), ours=False)
     seat.close()

@@ -156,3 +156,7 @@ def test_sglang_leaves_some_calls(methods: Any, monkeypatch: pytest.MonkeyPatch)
     sglang.reduce_scatter_tensor(Tensor("y"), Tensor("x"))
     assert called[2:] == ["reduce_scatter_tensor"]
     assert sglang.all_gather("x", 0) == ("own all_gather", "x", 0, None)
+    package = methods.__file__.rpartition("serving")[0]
+    for name in ("all_gather", "reduce_scatter_tensor"):
+        code = getattr(methods.SGLangMethods, name).__code__
+        assert not code.co_filename.startswith(package), "torch.compile skips the package's files"

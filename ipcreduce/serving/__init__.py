@@ -1,4 +1,4 @@
-"""All-reduce for the tensor-parallel groups of the servers vLLM and SGLang, in place of the servers' own.
+"""Collectives for the tensor-parallel groups of the servers vLLM and SGLang, in place of the servers' own.
 
 Set the environment variable ``IPCREDUCE_ENGINES=1`` to use it. Without the variable, the two entry points below do
 nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has run in vLLM 0.26.0 and SGLang 0.5.17.
@@ -18,6 +18,7 @@ from ..options import is_on
 
 _VLLM_MODULE = "vllm.distributed.device_communicators.custom_all_reduce"
 _SGLANG_TARGET = "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce"
+_SGLANG_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__"
 _SGLANG_FLASHINFER = "sglang.srt.layers.flashinfer_comm_fusion"
 _SGLANG_FUSED, _SGLANG_PLAIN = "flashinfer_allreduce_residual_rmsnorm", "can_use_flashinfer_allreduce"
 _PASS_MANAGER = "ipcreduce.serving.passes.PassManager"
@@ -38,7 +39,7 @@ def vllm_plugin() -> None:
     from importlib.util import find_spec
 
     from vllm.distributed import parallel_state
-    from vllm.distributed.device_communicators import custom_all_reduce
+    from vllm.distributed.device_communicators import cuda_communicator, custom_all_reduce
     from vllm.platforms import current_platform
 
     from . import groups
@@ -56,11 +57,8 @@ def vllm_plugin() -> None:
     custom_all_reduce.CustomAllreduce = EngineAllReduce
     _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's EngineAllReduce", _VLLM_MODULE)
     groups.close_with(parallel_state.GroupCoordinator)
-    if is_on("IPCREDUCE_BATCH_INVARIANT"):
-        from vllm.distributed.device_communicators import cuda_communicator
-
-        groups.make_in(cuda_communicator.CudaCommunicator)
-    elif os.environ.get(_INVARIANT, "0") not in ("", "0"):
+    groups.serve(parallel_state.GroupCoordinator, cuda_communicator.CudaCommunicator)
+    if not is_on("IPCREDUCE_BATCH_INVARIANT") and os.environ.get(_INVARIANT, "0") not in ("", "0"):
         _log.warning(
             "%s=1: vLLM leaves all sums to NCCL. Set IPCREDUCE_BATCH_INVARIANT=1 to have ipcreduce's", _INVARIANT
         )
@@ -110,7 +108,7 @@ def _seat_of(name: str) -> Any:
 
 
 def sglang_plugin() -> None:
-    """Let SGLang choose EngineAllReduce for its groups. Entry point of ``sglang.srt.plugins``.
+    """Let SGLang choose EngineAllReduce for its groups and call its collectives. Entry point of ``sglang.srt.plugins``.
 
     On NVIDIA's GPUs SGLang asks FlashInfer for an all-reduce with RMSNorm, and never the object of the group. Newer
     releases then ask FlashInfer for others, too. With ``IPCREDUCE_FUSED=1`` they ask this object first.
@@ -120,6 +118,7 @@ def sglang_plugin() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_SGLANG_TARGET, _choose, HookType.REPLACE)
+    HookRegistry.register(_SGLANG_GROUP, _serve, HookType.AFTER)
     _log.info("IPCREDUCE_ENGINES=1: %s now chooses ipcreduce's EngineAllReduce", _SGLANG_TARGET)
     if is_on("IPCREDUCE_FUSED"):
         HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_FUSED}", _normalise, HookType.AROUND)
@@ -136,6 +135,14 @@ def _choose(group: Any, device: Any) -> type:
     from .seat import EngineAllReduce
 
     return EngineAllReduce
+
+
+def _serve(result: None, group: Any, *_: Any, **__: Any) -> None:
+    """Give a group of SGLang, which is made now, the collectives of its EngineAllReduce."""
+    from .groups import take
+    from .methods import SGLangMethods
+
+    take(group, SGLangMethods)
 
 
 def _normalise(theirs: Any, **named: Any) -> Any:

@@ -1,7 +1,8 @@
-"""vLLM's groups of ranks: each closes its all-reduce of ipcreduce when it ends.
+"""The servers' groups of ranks: each gets its seat's collectives, and closes the seat when it ends.
 
-Under VLLM_BATCH_INVARIANT vLLM makes no all-reduce of its own, and leaves all sums to NCCL. Those of ipcreduce do not
-depend on the batch either: with IPCREDUCE_BATCH_INVARIANT=1 tensor-parallel groups get its all-reduce even then.
+Servers make no all-reduce of their own where the batch must not change a bit, and leave all sums to NCCL. Those of
+ipcreduce do not depend on the batch either: with IPCREDUCE_BATCH_INVARIANT=1 tensor-parallel groups get its all-reduce
+even then.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+
+from ..options import is_on
 
 _wrapped: set[tuple[type, str]] = set()
 
@@ -27,17 +30,39 @@ def close_with(group: type) -> None:
     _wrap(group, "destroy", then)
 
 
-def make_in(communicator: type) -> None:
-    """Give tensor-parallel groups our all-reduce where vLLM's communicator of this class has made none."""
+def serve(group: type, communicator: type) -> None:
+    """Let vLLM's groups with our all-reduce have our other collectives, too."""
 
     def then(theirs: Any, self: Any, *given: Any, **named: Any) -> None:
-        from .seat import EngineAllReduce
+        from .methods import CommunicatorMethods
 
         theirs(self, *given, **named)
-        if self.ca_comm is None and self.world_size > 1 and self.unique_name.partition(":")[0] == "tp":
-            self.ca_comm = EngineAllReduce(self.cpu_group, self.device)
+        take(self, CommunicatorMethods)
+
+    def then_group(theirs: Any, self: Any, *given: Any, **named: Any) -> None:
+        from .methods import CommunicatorMethods, VllmGroupMethods, give
+
+        theirs(self, *given, **named)
+        if isinstance(self.device_communicator, CommunicatorMethods):
+            give(self, VllmGroupMethods)
 
     _wrap(communicator, "__init__", then)
+    _wrap(group, "__init__", then_group)
+
+
+def take(owner: Any, methods: type) -> None:
+    """Give the methods to an object that has our all-reduce as ``ca_comm``.
+
+    A tensor-parallel group that has none gets it before, if IPCREDUCE_BATCH_INVARIANT is set.
+    """
+    from .methods import give
+    from .seat import EngineAllReduce
+
+    is_ours = owner.world_size > 1 and owner.unique_name.partition(":")[0] == "tp"
+    if owner.ca_comm is None and is_ours and is_on("IPCREDUCE_BATCH_INVARIANT"):
+        owner.ca_comm = EngineAllReduce(owner.cpu_group, owner.device)
+    if isinstance(owner.ca_comm, EngineAllReduce):
+        give(owner, methods)
 
 
 def _wrap(kind: type, name: str, then: Callable[..., None]) -> None:

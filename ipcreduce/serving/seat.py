@@ -1,10 +1,11 @@
-"""The object that vLLM and SGLang keep as ``ca_comm``: the all-reduce of a tensor-parallel group."""
+"""The object that vLLM and SGLang keep as ``ca_comm``: the collectives of a tensor-parallel group."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import weakref
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,12 +22,16 @@ from . import sleep
 
 MAX_SIZE = 8 << 20  # bytes; the default of both vLLM and SGLang
 _DTYPES = frozenset(getattr(torch, name) for name in DTYPE_NAMES if hasattr(torch, name))
+_FLOATS8 = "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"
+_MOVED = _DTYPES | {
+    getattr(torch, name) for name in ("bool", "complex64", "complex128", *_FLOATS8) if hasattr(torch, name)
+}
 _NORM_DTYPES = frozenset(getattr(torch, name) for name in ITEMSIZES)
 _log = logging.getLogger("ipcreduce.serving")
 
 
 class EngineAllReduce:
-    """Sums tensors of a group of ranks on one host, eagerly and in captures. Making one is collective.
+    """Sums and moves tensors of a group of ranks on one host, eagerly and in captures. Making one is collective.
 
     :param group: the ranks, as :class:`Communicator` takes them. The servers pass a process group of gloo.
     :param device: this rank's GPU, as an ordinal, a name or a ``torch.device``; or "cpu" for tensors on the host.
@@ -73,24 +78,83 @@ class EngineAllReduce:
 
     def _count_calls(self) -> None:
         """Let the log tell, when this object ends, how many calls it has served."""
-        self._kinds: set[str] = set()
+        self._said: set[str] = set()
         self._calls = itertools.count()
         self._tell = weakref.finalize(self, _tell, self._calls)
 
     def _count(self, kind: str) -> None:
         """Count a call. The log tells the first of a kind at once: a server may kill its workers as it ends."""
         next(self._calls)
-        if kind not in self._kinds:
-            self._kinds.add(kind)
-            _log.info("ipcreduce serves the server's %s", kind)
+        self._say(f"ipcreduce serves the server's {kind}")
+
+    def _say(self, text: str) -> None:
+        """Log a line, once for this object."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.info("%s", text)
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
         """True if :meth:`custom_all_reduce` takes the tensor.
 
         That depends on its size, dtype, layout and device, so it is the same on every rank.
         """
-        fits = inp.is_contiguous() and inp.numel() * inp.element_size() <= self.max_size
-        return not self.disabled and (fits or self._takes_all) and inp.dtype in _DTYPES and inp.device == self.device
+        return self._takes("all-reduces", inp, _DTYPES, self._takes_all)
+
+    def _takes(self, kind: str, x: torch.Tensor, dtypes: Collection[torch.dtype], any_form: bool = True) -> bool:
+        """Decide by what is the same on every rank. The log has each reason for a no once."""
+        if self.disabled:
+            return False
+        if x.dtype not in dtypes:
+            why = f"of {x.dtype}"
+        elif x.device != self.device:
+            why = f"on {x.device}"
+        elif any_form:
+            return True
+        elif not x.is_contiguous():
+            why = "that are not contiguous"
+        elif x.numel() * x.element_size() > self.max_size:
+            why = f"of more than {self.max_size} bytes"
+        else:
+            return True
+        self._say(f"ipcreduce leaves {kind} of tensors {why} to the server")
+        return False
+
+    def make_all_gather(self, x: Any, axis: int, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+        """Every rank's tensor along an axis, in ``out`` or a new tensor; None for one that is declined.
+
+        It can be captured, takes every size and layout, and dtypes that are moved as bytes. ``x`` may be a list, which
+        is one call, and ``sizes`` has the ranks' lengths.
+
+        :raises IpcReduceError: see :meth:`Communicator.allgather`.
+        """
+        every = [*(x if isinstance(x, list) else [x]), *([] if out is None else [out])]
+        if self._comm is None or not all(self._takes("all-gathers", one, _MOVED) for one in every):
+            return None
+        self._count("all-gathers")
+        return self._comm.allgather(x, axis=axis, sizes=sizes, out=out)
+
+    def make_reduce_scatter(self, x: Any, axis: int, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+        """This rank's part of the sum, in ``out`` or a new tensor; None for a tensor that is declined.
+
+        It can be captured, and takes every size and layout. Its bits are those of the all-reduce.
+
+        :raises IpcReduceError: see :meth:`Communicator.reduce_scatter`.
+        """
+        every = [x] if out is None else [x, out]
+        if self._comm is None or not all(self._takes("reduce-scatters", one, _DTYPES) for one in every):
+            return None
+        self._count("reduce-scatters")
+        return self._comm.reduce_scatter(x, axis=axis, sizes=sizes, out=out)
+
+    def make_broadcast(self, x: Any, root: int) -> Any:
+        """The tensor, with rank ``root``'s values; None if it is declined. It can be captured.
+
+        :raises IpcReduceError: see :meth:`Communicator.broadcast`.
+        """
+        if self._comm is None or not self._takes("broadcasts", x, _MOVED):
+            return None
+        self._count("broadcasts")
+        return self._comm.broadcast(x, root)
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
         """The sum over the ranks in a new tensor; None for a tensor that is declined. It can be captured.
@@ -159,10 +223,10 @@ class EngineAllReduce:
         return nullcontext()
 
     def custom_all_gather(self, inp: torch.Tensor) -> None:
-        """Decline the tensor: return None."""
+        """Decline the tensor: return None. vLLM then calls the group's all-gather, which is :meth:`make_all_gather`."""
 
     def custom_reduce_scatter(self, inp: torch.Tensor) -> None:
-        """Decline the tensor: return None."""
+        """Decline the tensor: return None. vLLM then calls the group's own, which is :meth:`make_reduce_scatter`."""
 
     def suspend(self) -> None:
         """Give the workspace's memory back, as the server sleeps. Every rank must call it. Captures stay valid.

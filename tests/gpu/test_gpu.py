@@ -104,3 +104,9 @@ def test_memcheck_finds_nothing(kernel: str) -> None:
     row = sanitizers.run([*machine.mpirun(sys.executable), "-n", "2"], "memcheck", kernel, 500)
     assert (row["errors"], row["problem"]) == (0, ""), row
     assert row["cases"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.skipif(machine.cuda()[0] < 2, reason="NCCL needs a GPU for each rank")
+def test_groups_of_servers(mpirun: Run) -> None:
+    assert mpirun("tests.gpu.seats", 2, timeout=300).stdout.count("right\n") == 2

@@ -1,4 +1,4 @@
-"""The class for the serving engines, called by a stand-in engine on CPU tensors: engines_worker.py."""
+"""The class for the serving engines, called by stand-ins on CPU tensors: engines_worker.py and tests/gpu/seats.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+
+@needs_torch
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stand_in_engine(mpirun: Callable, n: int):
     output = mpirun("tests/mpi/engines_worker.py", n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert output.count("right\n") == n, output
+
+
+@needs_torch
+@pytest.mark.parametrize("n", [2, 3])
+def test_stand_in_groups(mpirun: Callable, n: int):
+    output = mpirun("tests.gpu.seats", n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
     assert output.count("right\n") == n, output

@@ -230,6 +230,7 @@ IMPORTERS = {
         "ipcreduce.bench.contenders",
         "ipcreduce.serving",
         "ipcreduce.serving.fusion",
+        "ipcreduce.serving.methods",
         "ipcreduce.serving.quantised",
         "ipcreduce.serving.seat",
         *_OF_TORCH,

@@ -26,10 +26,14 @@ class Theirs:
 
 
 class Group:
-    """A group of ranks in vLLM, or what it has for GPUs."""
+    """A group of ranks in vLLM."""
 
     def destroy(self) -> None:
         """End."""
+
+
+class Communicator:
+    """What the group has for GPUs."""
 
 
 def module(name: str, **names: Any) -> types.ModuleType:
@@ -57,7 +61,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         "vllm": module("vllm"),
         "vllm.platforms": module("vllm.platforms", current_platform=platform),
         "vllm.distributed": module("vllm.distributed", parallel_state=types.SimpleNamespace(GroupCoordinator=Group)),
-        PLACE: module(PLACE, custom_all_reduce=found, cuda_communicator=types.SimpleNamespace(CudaCommunicator=Group)),
+        PLACE: module(
+            PLACE, custom_all_reduce=found, cuda_communicator=types.SimpleNamespace(CudaCommunicator=Communicator)
+        ),
         found.__name__: found,
     }
     for name, one in tree.items():
@@ -134,11 +140,11 @@ def test_sums_that_do_not_depend_on_the_batch(
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     monkeypatch.setenv("IPCREDUCE_BATCH_INVARIANT", str(int(asked)))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
-    closed, made = [], []
+    closed, served = [], []
     monkeypatch.setattr(groups, "close_with", closed.append)
-    monkeypatch.setattr(groups, "make_in", made.append)
+    monkeypatch.setattr(groups, "serve", lambda *classes: served.append(classes))
     serving.vllm_plugin()
-    assert (closed, made) == ([Group], [Group] * asked)
+    assert (closed, served) == ([Group], [(Group, Communicator)])
     told = "vLLM leaves all sums to NCCL. Set IPCREDUCE_BATCH_INVARIANT=1"
     assert caplog.text.count(told) == (invariant == "1" and not asked)
 
@@ -202,7 +208,7 @@ def hooks(seat: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, s
     """What is registered in a stand-in for SGLang, which has a tensor-parallel group of two ranks with our class."""
     found: list[tuple[str, Any, str]] = []
     registry = types.SimpleNamespace(register=lambda *hook: found.append(hook))
-    kinds = types.SimpleNamespace(REPLACE="replace", AROUND="around")
+    kinds = types.SimpleNamespace(REPLACE="replace", AROUND="around", AFTER="after")
     group = types.SimpleNamespace(world_size=2, ca_comm=object.__new__(seat))
     sizes = types.SimpleNamespace(attn_tp_size=2, moe_ep_size=1, moe_tp_size=2)
     modules = {
@@ -220,12 +226,18 @@ def hooks(seat: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, s
 
 
 def test_sglang_chooses_our_class(
-    seat: type, hooks: list[tuple[str, Any, str]], caplog: pytest.LogCaptureFixture
+    seat: type, hooks: list[tuple[str, Any, str]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):  # fmt: skip
     with caplog.at_level("INFO", "ipcreduce.serving"):
         serving.sglang_plugin()
     assert "Set IPCREDUCE_FUSED=1 to have ours" in caplog.text
-    [(target, choose, kind)] = hooks
+    [(target, choose, kind), (made, serve, behind)] = hooks
+    assert (made, behind) == ("sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", "after")
+    taken: list[Any] = []
+    monkeypatch.setattr(groups, "take", lambda *given: taken.append(given))
+    monkeypatch.setitem(sys.modules, "ipcreduce.serving.methods", module("methods", SGLangMethods="methods"))
+    assert serve(None, "group", "ranks", local_rank=0) is None
+    assert taken == [("group", "methods")]
     assert (target, kind) == (
         "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "replace"
     )  # fmt: skip
@@ -244,9 +256,9 @@ def with_norms(hooks: list[tuple[str, Any, str]], seat: type, monkeypatch: pytes
     compiler = types.SimpleNamespace(is_compiling=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", module("torch", compiler=compiler))
     serving.sglang_plugin()
-    assert {target.rpartition(".")[0] for target, _, _ in hooks[1:]} == {"sglang.srt.layers.flashinfer_comm_fusion"}
-    assert {kind for _, _, kind in hooks[1:]} == {"around"}
-    return {target.rpartition(".")[2]: hook for target, hook, _ in hooks[1:]}
+    assert {target.rpartition(".")[0] for target, _, _ in hooks[2:]} == {"sglang.srt.layers.flashinfer_comm_fusion"}
+    assert {kind for _, _, kind in hooks[2:]} == {"around"}
+    return {target.rpartition(".")[2]: hook for target, hook, _ in hooks[2:]}
 
 
 @pytest.fixture
@@ -275,7 +287,7 @@ def test_sglang_without_plain_calls_of_flashinfer(hooks: list[tuple[str, Any, st
     del sys.modules["sglang.srt.layers.flashinfer_comm_fusion"].can_use_flashinfer_allreduce
     serving.sglang_plugin()
     assert [target.rpartition(".")[2] for target, _, _ in hooks] == [
-        "dispatch_custom_allreduce", "flashinfer_allreduce_residual_rmsnorm"
+        "dispatch_custom_allreduce", "__init__", "flashinfer_allreduce_residual_rmsnorm"
     ]  # fmt: skip
 
 

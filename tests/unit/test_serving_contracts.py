@@ -126,6 +126,7 @@ def test_vllm(tmp_path: Path):
     for name in ("Platform.is_cuda", "Platform.get_pass_manager_cls"):
         engine_sources.definition(package / "platforms" / "interface.py", name)
     check_what_groups_need(package)
+    check_what_methods_need_of_vllm(package)
     check_what_the_pass_needs(package)
     checked(package, {"disabled", "fully_connected", "should_custom_ar", "custom_all_reduce", "capture"})
 
@@ -143,6 +144,54 @@ def check_what_groups_need(package: Path) -> None:
     )
     for member in ("cpu_group", "device", "unique_name", "world_size"):
         assert f"self.{member} = " in base, member
+
+
+def check_methods(file: Path, group: str, ours: str, at_least: set[str]) -> None:
+    """Every method that we give to an object of the server is one of its own, with the same parameters."""
+    methods = engine_sources.definition(ROOT / "ipcreduce" / "serving" / "methods.py", ours)
+    found = set()
+    for node in methods.body:
+        if isinstance(node, ast.FunctionDef) and node.name != "ca_comm":
+            try:
+                theirs = engine_sources.definition(file, f"{group}.{node.name}")
+            except LookupError:
+                continue
+            assert isinstance(theirs, ast.FunctionDef)
+            found.add(node.name)
+            assert [one.arg for one in node.args.args] == [one.arg for one in theirs.args.args], node.name
+            assert list(map(ast.unparse, node.args.defaults)) == list(map(ast.unparse, theirs.args.defaults)), node.name
+    assert found >= at_least
+
+
+def check_what_methods_need_of_vllm(package: Path) -> None:
+    distributed = package / "distributed"
+    cuda = distributed / "device_communicators" / "cuda_communicator.py"
+    names = {"all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "broadcast"}
+    check_methods(cuda, "CudaCommunicator", "CommunicatorMethods", names)
+    state = distributed / "parallel_state.py"
+    check_methods(state, "GroupCoordinator", "VllmGroupMethods", {"broadcast"})
+    assert "self.pynccl_comm" in cuda.read_text()
+    for name in ("all_gather", "reduce_scatter"):  # an operator, which finds the communicator when it runs
+        way = ast.unparse(engine_sources.definition(state, f"GroupCoordinator._{name}_out_place"))
+        assert f"self.device_communicator.{name}(" in way
+    made = ast.unparse(
+        engine_sources.definition(distributed / "device_communicators" / "pynccl.py", "PyNcclCommunicator.__init__")
+    )
+    assert "envs.VLLM_DISABLE_PYNCCL" in made
+
+
+def check_what_methods_need_of_sglang(state: Path) -> None:
+    names = {
+        "all_gather", "_all_gather_into_tensor", "all_gatherv", "_reduce_scatter_tensor", "reduce_scatter_tensor",
+        "reduce_scatterv", "broadcast",
+    }  # fmt: skip
+    check_methods(state, "GroupCoordinator", "SGLangMethods", names)
+    makes = ast.unparse(engine_sources.definition(state, "GroupCoordinator.__init__"))
+    for member in ("cpu_group", "device", "unique_name", "world_size", "ca_comm"):
+        assert f"self.{member}" in makes, member
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        operator = ast.unparse(engine_sources.definition(state, f"reg_{name}"))
+        assert f"group._{name}(output, input)" in operator
 
 
 def check_what_the_pass_needs(package: Path) -> None:
@@ -188,12 +237,13 @@ def test_sglang(tmp_path: Path):
     for name, wanted in (("dispatch_custom_allreduce", signature(chooser)), ("CAClass", Seat().methods["__init__"])):
         calls = engine_sources.calls_of(state, name)
         assert [misfit(wanted, call) for call in calls] == [""]
+    check_what_methods_need_of_sglang(state)
     plugins = package / "srt" / "plugins"
     assert '"sglang.srt.plugins"' in (plugins / "__init__.py").read_text()
     register = engine_sources.definition(plugins / "hook_registry.py", "HookRegistry.register")
     assert [arg.arg for arg in register.args.args][:4] == ["cls", "target", "hook", "hook_type"]
     kinds = engine_sources.definition(plugins / "hook_registry.py", "HookType")
-    assert all(kind in ast.unparse(kinds) for kind in ("REPLACE = 'replace'", "AROUND = 'around'"))
+    assert all(kind in ast.unparse(kinds) for kind in ("REPLACE = 'replace'", "AROUND = 'around'", "AFTER = 'after'"))
     fused = engine_sources.definition(
         package / "srt" / "layers" / "flashinfer_comm_fusion.py", "flashinfer_allreduce_residual_rmsnorm"
     )

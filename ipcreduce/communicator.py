@@ -48,7 +48,7 @@ class Communicator(Collectives):
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.
     :param algorithm: "one_shot" or "two_shot" forces one at every size, for tests; "direct" too, in registered graphs
         (elsewhere that is "two_shot"). The same on every rank. NCCL takes no notice of it.
-    :param backend: "ipc", "nccl" or "mpi" forces the backend of device arrays; the same on every rank. None for the
+    :param backend: "ipc", "nccl" or "host" forces the backend of device arrays; the same on every rank. None for the
         first of them that can be.
     :param workspace: bytes of GPU memory of each rank through which backend "ipc" exchanges data, at least 1 MB; the
         same on every rank. None for ``IPCREDUCE_WORKSPACE_MB``. Messages that need more go in several launches.
@@ -84,13 +84,13 @@ class Communicator(Collectives):
     # ---- identity
     @property
     def backend(self) -> str:
-        """The backend of device arrays: "ipc" (this package's kernels) or "nccl"; "mpi" if there is none."""
+        """The backend of device arrays: "ipc" (this package's kernels) or "nccl"; "host" if there is none."""
         backend = self._open.backend
-        return "mpi" if backend is None else backend.name
+        return "host" if backend is None else backend.name
 
     @property
     def xp(self) -> Any:
-        """The module for this communicator's arrays: NumPy with backend "mpi", and otherwise CuPy."""
+        """The module for this communicator's arrays: NumPy with backend "host", and otherwise CuPy."""
         return np if self._open.backend is None else cupy_runtime.load()
 
     @property
@@ -313,7 +313,7 @@ class Communicator(Collectives):
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """A new C-contiguous array in memory that peers can map: outputs of recorded all-reduces in it can be direct.
 
-        CuPy, or NumPy with backend "mpi". Not collective. Valid as long as it lives, also after close().
+        CuPy, or NumPy with backend "host". Not collective. Valid as long as it lives, also after close().
         """
         return self._open.session.empty(shape, dtype)
 
@@ -321,7 +321,7 @@ class Communicator(Collectives):
         """Give the workspace's memory back, until :meth:`resume`. Every rank has to. Graphs stay valid.
 
         It waits for all work on the GPU first. Until :meth:`resume`, calls and replays raise :class:`GraphStateError`.
-        Launch no graph that another library captured until then: it would write bytes 0xFF. With backend "mpi" and
+        Launch no graph that another library captured until then: it would write bytes 0xFF. With backend "host" and
         with one rank this does nothing. Idempotent. docs/suspend.md has a table of what stays.
 
         :param pools: give back the memory of graphs, too, the same on every rank. What is in it is lost, results of

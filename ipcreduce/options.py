@@ -26,7 +26,7 @@ ALGORITHMS = "one_shot", "two_shot", "bulk", "direct"
 # What a device has of PyTorch (its type may be "cpu", and its index None), JAX, CuPy and Numba, and cuda.core.
 _KINDS, _ORDINALS = ("type", "platform"), ("index", "local_hardware_id", "id", "device_id")
 _MB = 1 << 20
-BACKENDS = ("ipc", "nccl", "mpi")
+BACKENDS = ("ipc", "nccl", "host")
 VIRTUAL = "vmm"
 MEMORIES = (VIRTUAL, "ipc")  # of workspaces, the default first: CUDA's virtual memory, or behind IPC handles
 _DEFAULT_WORKSPACE_MB = 128  # the smallest that costs at most 2 % up to 1 GB: docs/performance.md
@@ -92,12 +92,18 @@ class Options:
             wrong = f"algorithm is {shown(algorithm)}, which is unknown. Pass {', '.join(ALGORITHMS)} or None"
             algorithm = None
         if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-            wrong = f"{where} is {shown(backend)}, which is unknown. Choose {', '.join(BACKENDS)}, or none for the best"
+            wrong = f"{where} is {shown(backend)}, which is unknown. {_advice_on(backend)}"
             backend = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             wrong = f"timeout is {shown(timeout)}, which is no positive number of seconds. Pass how late a rank may be"
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong, memory)
+
+
+def _advice_on(backend: Any) -> str:
+    if isinstance(backend, str) and backend == "mpi":
+        return "Choose host, as the backend of NumPy arrays is called: on one host they do not go over MPI"
+    return f"Choose {', '.join(BACKENDS)}, or none for the best"
 
 
 def _is_ordinal(value: Any) -> bool:

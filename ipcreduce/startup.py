@@ -190,8 +190,8 @@ def _choose_backend(
     if no_gpu is not None:
         missing = f"rank {no_gpu} has no GPU to use: {text_in(everyone[no_gpu])}"
         reasons[wanted if wanted in ("ipc", "nccl") else "nccl" if "ipc" in reasons else "ipc"] = missing
-    elif wanted == "mpi":
-        reasons["ipc"] = "backend mpi was asked for"
+    elif wanted == "host":
+        reasons["ipc"] = "backend host was asked for"
     else:
         if wanted != "nccl" and "ipc" not in reasons:
             started.backend = tried("ipc", ipc_startup.start, deadline, warn)

@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=32, help="of each kind, at least 4")
     steps = max(parser.parse_args().steps, len(BATCHES) + 1)
     comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
-    if comm.backend != "mpi":
+    if comm.backend != "host":
         import cupy as xp
     elif comm.rank == 0:
         print(

@@ -29,7 +29,7 @@ if comm.size == 1:
     print("this example needs two ranks: nothing to show here")
     comm.close()
     sys.exit(0)
-on_gpus = comm.backend != "mpi"
+on_gpus = comm.backend != "host"
 xp = comm.xp
 if not on_gpus and comm.rank == 0:
     print("no GPUs here: every step calls the function; with GPUs steps 2 to 4 are replays, and the wrong order fails")

@@ -20,7 +20,7 @@ RUNS, TOKENS, HIDDEN = 1000, 16, 64
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
 xp = comm.xp
-if comm.backend == "mpi" and comm.rank == 0:
+if comm.backend == "host" and comm.rank == 0:
     print("no GPUs here: with GPUs the function is recorded once, and each of the other runs is one launch")
 
 
@@ -37,7 +37,7 @@ def function() -> Any:
 
 x = xp.asarray(draw(0)[comm.rank])
 graph = None
-if comm.backend != "mpi":
+if comm.backend != "host":
     graph = ipcreduce.Graph(comm)
     with graph.record(x):  # a real run: y holds the result afterwards
         y = function()

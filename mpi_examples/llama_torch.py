@@ -37,7 +37,7 @@ parser.add_argument("--json", type=Path, help="write the times there, too")
 options = parser.parse_args()
 
 comm = ipcreduce.Communicator(device="auto")
-on_gpus = comm.backend != "mpi"
+on_gpus = comm.backend != "host"
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 

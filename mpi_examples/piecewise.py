@@ -24,7 +24,7 @@ LIMIT = 8  # activations are whole numbers up to this magnitude, so that every s
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
 xp = comm.xp
-if comm.backend == "mpi" and comm.rank == 0:
+if comm.backend == "host" and comm.rank == 0:
     print("no GPUs here: with GPUs each layer is recorded once for each batch size, and one launch from then on")
 
 draw = np.random.default_rng(1)
@@ -56,7 +56,7 @@ class Pieces:
         self.x = xp.zeros((batch, HIDDEN), np.float32)
         self.graphs: list[ipcreduce.Graph] = []
         self.outputs: list[Any] = []
-        for up, down in weights if comm.backend != "mpi" else []:
+        for up, down in weights if comm.backend != "host" else []:
             source = self.outputs[-1] if self.outputs else self.x
             graph = ipcreduce.Graph(comm, pool=pool)
             with graph.record([source, up, down]):  # named, so that the graph keeps them alive

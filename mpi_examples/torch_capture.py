@@ -25,7 +25,7 @@ except ImportError:
     sys.exit(0)
 
 graph = None
-if comm.backend == "mpi":
+if comm.backend == "host":
     if comm.rank == 0:
         print(
             "no GPUs here: with GPUs PyTorch captures the work once, all-reduce included, and each turn is one launch"

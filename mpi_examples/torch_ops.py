@@ -26,7 +26,7 @@ TOLERANCE = 1e-4  # relative to the largest element: float32 sums are taken in a
 
 comm = ipcreduce.Communicator(device="auto")
 ipcreduce.torch.register("tp", comm)
-on_gpus = comm.backend != "mpi"
+on_gpus = comm.backend != "host"
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 

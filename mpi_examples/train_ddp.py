@@ -28,7 +28,7 @@ TOLERANCE = 1e-4  # relative to the largest weight: float32 sums are taken in an
 
 world = MPI.COMM_WORLD
 comm = ipcreduce.Communicator(device="auto")
-on_gpus = comm.backend != "mpi"
+on_gpus = comm.backend != "host"
 device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 

@@ -160,13 +160,13 @@ def main() -> int:
 
     world = MPI.COMM_WORLD
     comm = ipcreduce.Communicator(device="auto", timeout=TIMEOUT)  # takes a GPU for each rank, if there are any
-    if args.device != "host" and comm.backend != "mpi":
+    if args.device != "host" and comm.backend != "host":
         import cupy as xp
     elif args.device == "gpu":
         sys.exit("--device gpu: the ranks have no GPUs that they can use; python -m ipcreduce info says why")
-    elif comm.backend == "mpi" and comm.rank == 0:
+    elif comm.backend == "host" and comm.rank == 0:
         print("no GPUs here: with GPUs the training runs there, and --graph makes each step one launch")
-    backend = "mpi" if xp is np else comm.backend
+    backend = "host" if xp is np else comm.backend
     graph = None
     if args.graph and xp is not np:
         graph, product = ipcreduce.Graph(comm), by_sums

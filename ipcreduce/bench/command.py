@@ -96,7 +96,7 @@ def main(options: argparse.Namespace) -> None:
         raise ArgumentError(problem)
     with Communicator(device="auto", algorithm=options.algorithm) as comm:
         options = _fitted(options, comm)
-        if comm.backend == "mpi":
+        if comm.backend == "host":
             text = f"NumPy arrays, since there is no GPU for these ranks:\n{comm.describe()}\n"
             output.on_rank_0(partial(print, text), mpi)
         result = _Bench(comm, options, mpi).measure()
@@ -132,7 +132,7 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     :raises UnsupportedError: if the options need GPUs, and there are none.
     :raises ArgumentError: if the options allow no size.
     """
-    on_host = comm.backend == "mpi"
+    on_host = comm.backend == "host"
     of_gpus = {
         f"--algorithm {options.algorithm}": options.algorithm is not None,
         f"--calls {options.calls}": options.calls is not None,
@@ -172,7 +172,7 @@ class _Bench:
 
     def __init__(self, comm: Communicator, options: argparse.Namespace, mpi: Any) -> None:
         self._comm, self._options, self._mpi = comm, options, mpi
-        self._on_host = comm.backend == "mpi"
+        self._on_host = comm.backend == "host"
         if options.op == norms.OP:
             self._ours: contenders.Ours = norms.Ours(comm)
             others = norms.peers(comm, options.algorithm)

@@ -31,7 +31,7 @@ class Message:
         unit, parts = of.unit(comm.size), max(1, arrays)
         units = max(1, nbytes // dtype.itemsize // unit)
         self._period = min(unit * units, _MOST)
-        self.on_host = comm.backend == "mpi"
+        self.on_host = comm.backend == "host"
         library = np if self.on_host else cupy_runtime.load()
         self._begins = [unit * (units * part // parts) for part in range(parts + 1)]
         counts = [end - begin for begin, end in pairwise(self._begins)]

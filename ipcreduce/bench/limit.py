@@ -75,7 +75,7 @@ class Limit:
 
 def copy_microseconds(comm: Communicator, mpi: Any, rounds: int, nbytes: int, of: Collective) -> float:
     """The limit of host arrays and of NCCL: the time in which all ranks copy what they have to. Collective."""
-    on_host, copied = comm.backend == "mpi", int(of.copied(comm.size) * nbytes)
+    on_host, copied = comm.backend == "host", int(of.copied(comm.size) * nbytes)
     library = np if on_host else cupy_runtime.load()
     source, target = library.zeros(copied, np.uint8), library.zeros(copied, np.uint8)
     if on_host:

@@ -57,7 +57,7 @@ class Message:
         scales = QUANTIZE[quantize]
         shape = self._shape = NormShape(rows, hidden, dtype.name, _EPS, 0.0, True, scales, keeps_y=not scales)
         self._dtype, self._rank, self._ranks, self._turn = dtype, comm.rank, comm.size, 0
-        self.nbytes, self.on_host, self.of = shape.nbytes, comm.backend == "mpi", ALLREDUCE
+        self.nbytes, self.on_host, self.of = shape.nbytes, comm.backend == "host", ALLREDUCE
         self.fields = {"op": OP, "rows": rows, "hidden": hidden, "quantize": quantize}
         self.what = f"the RMSNorm of {rows} rows"
         library = np if self.on_host else cupy_runtime.load()
@@ -233,7 +233,7 @@ class ThenTorch(contenders._Torch):
 def peers(comm: Communicator, algorithm: str | None) -> dict[str, contenders.Make]:
     """The launches and libraries that are timed beside the call."""
     found: dict[str, contenders.Make] = {"allreduce": lambda mpi: Allreduce(comm)}
-    if comm.backend != "mpi":
+    if comm.backend != "host":
         found["pair"] = lambda mpi: Pair(comm, algorithm)
         found["nccl"] = partial(ThenTorch, contenders.CupyNccl)
         found["torch_nccl"] = partial(ThenTorch, contenders.TorchNccl)

@@ -131,8 +131,8 @@ class GraphSession:
         if not self._said and self.calls.unusable is None:
             self._said = True
             log(
-                INFO, "rank %d: nothing is recorded with backend mpi: a GraphRunner calls its function, capture() only "
-                "runs its block, and Graph.record() raises UnsupportedError", self.calls.rank
+                INFO, "rank %d: nothing is recorded with backend host: a GraphRunner calls its function, capture() "
+                "only runs its block, and Graph.record() raises UnsupportedError", self.calls.rank
             )  # fmt: skip
 
     # ---- recording

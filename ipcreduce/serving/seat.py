@@ -62,7 +62,7 @@ class EngineAllReduce:
         self._comm: Communicator | None = None
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        backend = "mpi" if self.device.type == "cpu" else "ipc"
+        backend = "host" if self.device.type == "cpu" else "ipc"
         try:
             self._comm = Communicator(group, device=self.device.index, backend=backend, workspace=bytes_for(max_size))
         except UnsupportedError as error:

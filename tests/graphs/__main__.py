@@ -69,7 +69,7 @@ def main() -> None:
     cupy.cuda.Device(RANK % GPUS).use()
     machine.pretend_hosts(RANK, SIZE, options.hosts)
     with Communicator(algorithm=options.algorithm) as comm:
-        assert comm.backend != "mpi", comm.describe()
+        assert comm.backend != "host", comm.describe()
         works(comm)
         modules = [one for one in MODULES if not options.modules or one.__name__.split(".")[-1] in options.modules]
         known = [scenario for module in modules for scenario in module.SCENARIOS[: 1 if options.first else None]]

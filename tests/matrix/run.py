@@ -38,7 +38,7 @@ class Column:
 
     def make(self, **further: Any) -> Communicator:
         """A communicator. Collective."""
-        name = "mpi" if self.host else "nccl" if self.backend == "nccl" else "ipc"
+        name = "host" if self.host else "nccl" if self.backend == "nccl" else "ipc"
         made = Communicator(self.world, backend=name, **further)
         assert ("shared memory" in made.describe()) == (self.backend != "host over MPI"), made.describe()
         return made

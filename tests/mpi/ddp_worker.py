@@ -31,7 +31,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 WIDTH = 600  # a layer has 1.4 MB, so that there are several buckets of 1 MB, from the second step on
 comm = ipcreduce.Communicator(device="auto", timeout=60)
-DEVICE = torch.device("cpu") if comm.backend == "mpi" else torch.device("cuda", torch.cuda.current_device())
+DEVICE = torch.device("cpu") if comm.backend == "host" else torch.device("cuda", torch.cuda.current_device())
 
 
 class Fails(torch.autograd.Function):

@@ -936,12 +936,12 @@ def threads(comm: Communicator) -> None:
 def closing(comm: Communicator) -> None:
     """close() waits for nobody, can be repeated, and ends every use; ``with`` closes."""
     with Communicator() as inner:
-        assert inner.backend == "mpi"
+        assert inner.backend == "host"
         right(inner)
         array = inner.allreduce(np.full(3, 1.0))
     raises(ArgumentError, "the communicator is closed: make a new one", lambda: inner.allreduce(np.ones(3)))
     raises(ArgumentError, "the communicator is closed: make a new one", inner.synchronize)
-    assert f"rank {RANK} of {SIZE}: backend mpi" in inner.describe()
+    assert f"rank {RANK} of {SIZE}: backend host" in inner.describe()
     inner.close()
     inner.close()
     assert (array == SIZE).all()
@@ -1081,7 +1081,7 @@ def default(comm: Communicator) -> None:
     """The default communicator: one, made at first use, and anew once closed."""
     first = ipcreduce.get_communicator()
     assert ipcreduce.get_communicator() is first
-    assert (first.rank, first.size, first.backend) == (RANK, SIZE, "mpi")
+    assert (first.rank, first.size, first.backend) == (RANK, SIZE, "host")
     assert ipcreduce.allreduce(np.full(3, 2)).tolist() == [2 * SIZE] * 3
     assert first._open.calls.number == 1, "not on the default communicator"
     alone = Communicator(MPI.COMM_SELF)
@@ -1148,7 +1148,7 @@ def main() -> None:
     if HOW == "page":
         startup.Segment = types.SimpleNamespace(create=no_room, open=no_room)
     with Communicator() as comm:
-        assert comm.backend == "mpi", comm.describe()
+        assert comm.backend == "host", comm.describe()
         way = {"memory": "MB of shared memory", "page": "No space left on device"}
         assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()
         assert (comm._open.host._shared is not None) == (HOW == "memory")

@@ -79,7 +79,7 @@ def step(x: Any) -> Any:
 # ---- how they show themselves
 def reprs() -> None:
     with Communicator() as comm:
-        assert repr(comm) == f"<Communicator: rank {RANK} of {SIZE}, backend mpi>"
+        assert repr(comm) == f"<Communicator: rank {RANK} of {SIZE}, backend host>"
         graph, runner = Graph(comm, name="two\nlines"), GraphRunner(step, comm, mode="full")
         assert repr(graph) == r"<Graph 'two\nlines': empty>"
         assert repr(Graph(comm)) == "<Graph: empty>"
@@ -141,7 +141,7 @@ def log() -> None:
         comm = Communicator()
         (made,) = records
         assert made.levelno == logging.INFO
-        start = f"ipcreduce made a communicator: rank {RANK} of {SIZE}: backend mpi; host arrays: through "
+        start = f"ipcreduce made a communicator: rank {RANK} of {SIZE}: backend host; host arrays: through "
         assert made.getMessage().startswith(start)
         assert "; not ipc: " in made.getMessage()
         assert "\n" not in made.getMessage()

@@ -86,7 +86,7 @@ def test_info_shows_mpi_and_its_ranks(mpirun: Run) -> None:
     output = mpirun("ipcreduce", 2, "info", env=HOST).stdout
     assert len(re.findall(r"^ranks: started 2 by [\w ]+; seen by MPI 2$", output, re.MULTILINE)) == 1, output
     assert re.search(r"^MPI: \S.+; launcher: /.+$", output, re.MULTILINE), output
-    assert "\n2 ranks: backend mpi\n" in output
+    assert "\n2 ranks: backend host\n" in output
     assert "PROBLEM" not in output
     assert not letters_beyond_ascii(output)
     found = json.loads(mpirun("ipcreduce", 2, "info", "--json", env=HOST).stdout)
@@ -123,7 +123,7 @@ def test_a_launcher_and_an_mpi_that_do_not_belong_together() -> None:
 
 def test_without_mpi() -> None:
     """info says what is there, alone and under a launcher; the other commands what is missing."""
-    ended = {"": "\n1 rank: backend mpi\n", "2": "\nno communicator: MPI cannot be loaded"}
+    ended = {"": "\n1 rank: backend host\n", "2": "\nno communicator: MPI cannot be loaded"}
     for size, words in ended.items():
         launched = {"PMI_RANK": "0", "PMI_SIZE": size}
         done = alone("-c", WITHOUT_MPI, "info", **launched)

@@ -27,7 +27,7 @@ def test_hook(mpirun: Callable, n: int, names: tuple[str, ...]):
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_example(mpirun: Callable, n: int):
     output = mpirun("mpi_examples/train_ddp.py", n, env=HOST).stdout
-    assert output.count(f"{n} ranks, backend mpi, ") == output.count("have the same weights") == 2, output
+    assert output.count(f"{n} ranks, backend host, ") == output.count("have the same weights") == 2, output
     assert output.count("no GPUs here: with GPUs ") == 1, output
 
 

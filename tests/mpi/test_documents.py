@@ -24,7 +24,7 @@ def test_the_first_program(
     lines = mpirun(program, n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout.splitlines()
     total = n * (n - 1) // 2
     largest = "" if page == "README.md" else f" {n - 1}.0"
-    expected = [f"{rank} {total}.0{largest}" for rank in range(n)] + ["mpi numpy"] * n
+    expected = [f"{rank} {total}.0{largest}" for rank in range(n)] + ["host numpy"] * n
     assert sorted(lines) == sorted(expected)
 
 

@@ -21,7 +21,7 @@ import contextlib, types
 from mpi4py import MPI
 class Communicator:
     import numpy as xp
-    rank, size, backend = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "mpi"
+    rank, size, backend = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "host"
     def __init__(self, **options): pass
     def allreduce(self, array, op="sum", out=None): return array
     def capture(self): return contextlib.nullcontext()
@@ -65,13 +65,13 @@ def test_allreduce(mpirun, n):
 @pytest.mark.parametrize("n", [1, 3])
 def test_graph_replay(mpirun, n):
     output = mpirun("mpi_examples/graph_replay.py", n, env=HOST).stdout
-    assert f"{n} ranks, backend mpi. no graph\n1000 runs, 0 wrong; " in output
+    assert f"{n} ranks, backend host. no graph\n1000 runs, 0 wrong; " in output
 
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_piecewise(mpirun, n):
     output = mpirun("mpi_examples/piecewise.py", n, env=HOST).stdout
-    assert f"{n} ranks, backend mpi: no graphs" in output
+    assert f"{n} ranks, backend host: no graphs" in output
     assert sum(int(count) for count in re.findall(r"\d in (\d+) runs", output)) == 200
     assert "200 runs in random order, 0 wrong" in output
 
@@ -88,7 +88,7 @@ def test_decorator_order(mpirun, n):
 def test_torch_capture(mpirun, tmp_path: Path):
     (tmp_path / "torch.py").write_text(TORCH)
     env = HOST | {"PYTHONPATH": f"{tmp_path}:{machine.ROOT}"}
-    assert "2 ranks, backend mpi: 100 turns, 0 wrong" in mpirun("mpi_examples/torch_capture.py", 2, env=env).stdout
+    assert "2 ranks, backend host: 100 turns, 0 wrong" in mpirun("mpi_examples/torch_capture.py", 2, env=env).stdout
     (tmp_path / "torch.py").write_text("raise ImportError")
     assert mpirun("mpi_examples/torch_capture.py", 2, env=env).stdout == (
         "this example needs PyTorch: pip install torch\n"
@@ -124,14 +124,14 @@ def without_mpi(*arguments: object, path: Path = machine.ROOT) -> subprocess.Com
 def test_without_mpi(n):
     run = without_mpi(*([] if n == 4 else [n]))
     assert (run.returncode, run.stderr) == (0, "")
-    ranks = re.findall(rf"rank (\d) of {n}, backend mpi: brought (\d)\.0, got {n * (n + 1) // 2}\.0", run.stdout)
+    ranks = re.findall(rf"rank (\d) of {n}, backend host: brought (\d)\.0, got {n * (n + 1) // 2}\.0", run.stdout)
     assert sorted(ranks) == [(str(rank), str(rank + 1)) for rank in range(n)], run.stdout
     assert len(re.findall("^no GPUs here: .*with GPUs ", run.stdout, re.M)) == 1
 
 
 def test_without_mpi_notices_a_wrong_sum(tmp_path: Path):
     (tmp_path / "ipcreduce.py").write_text(
-        "class Communicator:\n    import numpy as xp\n    backend = 'mpi'\n"
+        "class Communicator:\n    import numpy as xp\n    backend = 'host'\n"
         "    def __init__(self, group, device): self.rank, self.size = group.rank, group.size\n"
         "    def allreduce(self, array): return array\n    def close(self): pass\n"
     )

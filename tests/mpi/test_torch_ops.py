@@ -54,7 +54,7 @@ def test_the_example_of_fsdp(mpirun: Callable, n: int):
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_example(mpirun: Callable, n: int):
     output = mpirun("mpi_examples/torch_ops.py", n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
-    assert output.count(f"of {n}, backend mpi: eager and compiled within") == n, output
+    assert output.count(f"of {n}, backend host: eager and compiled within") == n, output
     assert output.count("no GPUs here: with GPUs ") == 1, output
 
 

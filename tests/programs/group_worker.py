@@ -50,7 +50,7 @@ def raises(kind: type[Exception], *words: str) -> Iterator[None]:
 # ---- scenarios
 def results(group: Files) -> None:
     with Communicator(group) as comm, Communicator(group, device="auto") as other:
-        assert (comm.rank, comm.size, comm.backend) == (group.rank, group.size, "mpi")
+        assert (comm.rank, comm.size, comm.backend) == (group.rank, group.size, "host")
         assert "of shared memory" in comm.describe()
         for one in (comm, other):
             for count in (1, 1000, 1_000_000):

@@ -649,6 +649,8 @@ CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
         ({"device": device}, "which names no GPU. Pass the ordinal of a visible GPU, from 0, or 'auto'")
         for device in (-1, "cpu:0", "AUTO", 0.0, True, [0])
     ),
+    ({"backend": "gloo"}, "backend is 'gloo', which is unknown. Choose ipc, nccl, host, or none for the best"),
+    ({"backend": "mpi"}, "backend is 'mpi', which is unknown. Choose host, as the backend of NumPy arrays is called"),
     ({"timeout": np.ones(6)}, "timeout is ndarray, which is no positive number of seconds"),
     (
         {"group": MPI.COMM_NULL},

@@ -26,7 +26,7 @@ def test_every_block_runs(mpirun: Run) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
-@pytest.mark.parametrize(("gpus", "arrays"), [(None, GPU), (1, GPU), (0, "mpi numpy")])
+@pytest.mark.parametrize(("gpus", "arrays"), [(None, GPU), (1, GPU), (0, "host numpy")])
 def test_the_first_program(mpirun: Run, tmp_path: Path, page: str, gpus: int | None, arrays: str) -> None:
     """As it is, with GPUs, and with CuPy but no GPU. tests/mpi/test_documents.py runs it without either."""
     program = tmp_path / "app.py"

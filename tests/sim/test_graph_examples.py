@@ -39,7 +39,7 @@ def test_breakable(mpirun: Run, ranks: int, gpus: int) -> None:
 def test_breakable_without_a_gpu(mpirun: Run, ranks: int) -> None:
     output = mpirun("tests.simulated", ranks, "mpi_examples/breakable.py", "--steps", 26, env=NO_GPU).stdout
     assert "no GPUs here: with GPUs the runner records a graph" in output
-    assert f"{ranks} ranks, backend mpi: 26 steps" in output
+    assert f"{ranks} ranks, backend host: 26 steps" in output
     assert errors(output).keys() == {"eager", "broken", "full graph"}
     assert all(0 < error < 1e-5 for error in errors(output).values()), output
     assert "segments" not in output

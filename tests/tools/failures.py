@@ -139,7 +139,7 @@ def prepare(kind: str, delay: float, directory: Path) -> None:
 
 
 # ---- all of them
-def turn(kind: str, size: int, seed: int, hosts: int = 1, backend: str = "mpi") -> dict[str, Any]:
+def turn(kind: str, size: int, seed: int, hosts: int = 1, backend: str = "host") -> dict[str, Any]:
     """One job, on so many pretended hosts. ``wrong`` says what was not right in it; "" for nothing."""
     victim = seed % size
     with tempfile.TemporaryDirectory() as directory:
@@ -186,7 +186,7 @@ def turn(kind: str, size: int, seed: int, hosts: int = 1, backend: str = "mpi") 
 
 
 def problems(
-    kind: str, victim: int, notes: dict[str, Any], seconds: float, hosts: int, backend: str = "mpi"
+    kind: str, victim: int, notes: dict[str, Any], seconds: float, hosts: int, backend: str = "host"
 ) -> list[str]:
     """What is not right in a survivor's notes."""
     errors = EXPECTED[kind]
@@ -207,7 +207,7 @@ def problems(
         found.append(f"heard after {seconds:.2f} s")
     if notes["close"] > HANG:
         found.append(f"close() took {notes['close']:.1f} s")
-    lost = hosts > 1 and backend == "mpi" and "PeerLostError" in notes.get("last", "")
+    lost = hosts > 1 and backend == "host" and "PeerLostError" in notes.get("last", "")
     if kind == "stopped" and not notes.get("goes on") and not lost:
         found.append(f"did not go on: {notes.get('last')}")
     return found
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the seed of the first turn (0)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--hosts", type=int, default=1, help="pretended ones, which share no memory (1)")
-    parser.add_argument("--backend", choices=["mpi", "nccl"], default="mpi", help="mpi: host arrays (mpi)")
+    parser.add_argument("--backend", choices=["host", "nccl"], default="host", help="of the communicator (host)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--json", type=Path, help="write the table there, too")
     parser.add_argument("--rank", nargs=7, help=argparse.SUPPRESS)

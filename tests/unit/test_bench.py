@@ -60,7 +60,7 @@ def test_lists_of_counts():
     ("token", ["quantised", "scales", "residual_out"]), ("128", ["quantised", "scales", "residual_out"]),
 ])  # fmt: skip
 def test_every_bit_of_a_norm_is_checked(quantize: str, results: list[str]):
-    comm: Any = SimpleNamespace(rank=0, size=1, backend="mpi")
+    comm: Any = SimpleNamespace(rank=0, size=1, backend="host")
     message = norms.Message(3, 256, np.dtype(ml_dtypes.bfloat16), comm, quantize)
     arrays = message.source
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_every_bit_of_a_norm_is_checked(quantize: str, results: list[str]):
 
 
 def test_norms_of_peers_are_near_and_sums_exact():
-    comm: Any = SimpleNamespace(rank=0, size=1, backend="mpi")
+    comm: Any = SimpleNamespace(rank=0, size=1, backend="host")
     message = norms.Message(3, 256, np.dtype(ml_dtypes.bfloat16), comm, "none")
     message.renew()
     arrays = message.source
@@ -156,7 +156,7 @@ def test_bytes_that_a_collective_moves(name: str, factors: tuple[float, ...]):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_every_element_of_a_result_is_checked(name: str, nbytes: int, arrays: int):
     """On each of 3 ranks; longer messages repeat their data."""
-    comms: Any = [SimpleNamespace(rank=rank, size=3, backend="mpi", empty=np.empty) for rank in range(3)]
+    comms: Any = [SimpleNamespace(rank=rank, size=3, backend="host", empty=np.empty) for rank in range(3)]
     messages = [data.Message(nbytes, np.dtype(np.int8), comm, arrays, COLLECTIVES[name]) for comm in comms]
     for _ in range(2):
         for message in messages:

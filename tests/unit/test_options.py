@@ -154,3 +154,15 @@ def test_a_wrong_cache_directory_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 def test_algorithms_are_those_of_the_plan():
     assert (*plan.ALGORITHMS, plan.BULK, "direct") == options.ALGORITHMS
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_mpi_is_no_backend(monkeypatch: pytest.MonkeyPatch, variable: bool):
+    """The ranks' launcher is MPI's, and many expect the name."""
+    if variable:
+        monkeypatch.setenv("IPCREDUCE_BACKEND", "mpi")
+    where = "IPCREDUCE_BACKEND" if variable else "backend"
+    assert options.Options.of(None, 1.0, None, None if variable else "mpi").wrong == (
+        f"{where} is 'mpi', which is unknown. Choose host, as the backend of NumPy arrays is called: on one host they "
+        "do not go over MPI"
+    )

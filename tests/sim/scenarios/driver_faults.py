@@ -96,7 +96,7 @@ def _life(rank: int, k: int, mark: Path) -> tuple[str, list[str]]:
     ends = WORLD.allgather(made[0].backend if made else "error")
     if len(set(ends)) > 1:
         problems.append(f"start-up ended in {ends}; here {error}")
-    elif ends[0] == "mpi":
+    elif ends[0] == "host":
         step(lambda: host_works(made[0]), may_fail=False)
         if "CUDA_ERROR_UNKNOWN" not in made[0].describe():
             problems.append(made[0].describe())

@@ -85,14 +85,14 @@ def nccl_is_chosen() -> None:
     with pretended_hosts(2):
         raises(errors.UnsupportedError, "backend ipc was asked for, and cannot be: the ranks are on 2 hosts",
                lambda: Communicator(backend="ipc"))  # fmt: skip
-        with mock.patch.dict(os.environ, IPCREDUCE_BACKEND="mpi"), Communicator() as comm:
-            assert comm.backend == "mpi"
-            raises(errors.UnsupportedError, "backend mpi was asked for", lambda: comm.allreduce(mine()))
+        with mock.patch.dict(os.environ, IPCREDUCE_BACKEND="host"), Communicator() as comm:
+            assert comm.backend == "host"
+            raises(errors.UnsupportedError, "backend host was asked for", lambda: comm.allreduce(mine()))
     with mock.patch.dict(os.environ, IPCREDUCE_BACKEND="nccl"), Communicator() as comm:
         assert "because it was asked for" in comm.describe()
         works(comm)
     wrong = "gloo" if RANK == LAST else None
-    raises(errors.ArgumentError, "backend is 'gloo', which is unknown. Choose ipc, nccl, mpi",
+    raises(errors.ArgumentError, "backend is 'gloo', which is unknown. Choose ipc, nccl, host",
            lambda: Communicator(backend=wrong))  # fmt: skip
     raises(errors.ArgumentError, "backend must be the same on every rank",
            lambda: Communicator(backend="nccl" if RANK == LAST else "ipc"))  # fmt: skip
@@ -112,7 +112,7 @@ def without_p2p() -> None:
 def without_the_binding() -> None:
     """SIM_NO_NCCL hides it: host arrays go on, and device arrays are told what to install."""
     with pretended_hosts(2), Communicator() as comm:
-        assert comm.backend == "mpi"
+        assert comm.backend == "host"
         right(comm.allreduce(np.full(5, RANK + 1.0)))
         raises(errors.UnsupportedError, "pip install '.[nccl-cuda13]'", lambda: comm.allreduce(mine()))
     raises(errors.UnsupportedError, "backend nccl was asked for, and cannot be", lambda: Communicator(backend="nccl"))
@@ -303,7 +303,7 @@ def nccl_start_up_that_hangs() -> None:
             with clock.passing(half + 1, hangs.is_set, most=half + 1):
                 made = Communicator(timeout=2 * half)
             with made as comm:
-                assert comm.backend == "mpi"
+                assert comm.backend == "host"
                 assert f"not nccl: {words} failed on {SIZE} of {SIZE} ranks" in comm.describe()
                 right(comm.allreduce(np.full(5, RANK + 1.0)))
         over.set()

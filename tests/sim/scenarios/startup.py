@@ -62,7 +62,7 @@ def falls_back(*words: str, device: Any = None) -> None:
     with made as comm:
         reasons = set(WORLD.allgather((comm.backend, comm._open.reasons.get("ipc"))))
         assert len(reasons) == 1, reasons
-        for word in ("backend mpi", *words):
+        for word in ("backend host", *words):
             assert word in comm.describe(), f"{word!r} is not in {comm.describe()}"
         host_works(comm)
         if GPUS:

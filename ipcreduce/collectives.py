@@ -133,13 +133,13 @@ class Collectives:
 
     def _split(self, key: SplitKey, array: Any, out: Any, stream: Any) -> Any:
         """Make a call. ``key``: its arguments but for the arrays. ``out``: what is written, if it is given."""
-        if type(key[3]) is list:  # so that the call can be known
+        if type(key[3]) is list:  # so that the call can be cached
             key = (*key[:3], tuple(key[3]), *key[4:])
         parts = self._open
         fast = parts.fast  # once: another thread may close the communicator
         if fast is None:
             return turns.make(parts.calls, self._split_usual, array, key, out, stream)
-        return fast.make(None, self._split_usual, array, key, out, stream, fast.find_split)
+        return fast.make(None, self._split_usual, array, key, out, stream, fast.lookup_split)
 
     def _split_usual(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Any:
         if key[-1] is not None:

@@ -190,13 +190,13 @@ class Communicator(Collectives):
         if sms is not None:
             usual = partial(self._allreduce_limited, op, then, sms)
             if fast is not None:
-                known_by = Limited(op, sms) if then is None and type(op) is str and type(sms) is int else None
-                return fast.make(None, usual, array, known_by, out, stream)
+                key = Limited(op, sms) if then is None and type(op) is str and type(sms) is int else None
+                return fast.make(None, usual, array, key, out, stream)
             return turns.make(self._open.calls, usual, array, op, out, stream)
         if fast is not None:
             if then is None:
                 return fast.make(None, self._allreduce, array, op, out, stream)
-            return fast.make(None, self._allreduce_then, array, (op, then), out, stream, fast.find_map)
+            return fast.make(None, self._allreduce_then, array, (op, then), out, stream, fast.lookup_map)
         if then is None:
             return turns.make(self._open.calls, self._allreduce, array, op, out, stream)
         return turns.make(self._open.calls, self._allreduce_then, array, (op, then), out, stream)
@@ -207,16 +207,14 @@ class Communicator(Collectives):
     def _allreduce_then(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Any:
         return self._call(MapCall(array, mapped[0], out, mapped[1]), stream)
 
-    def _allreduce_limited(
-        self, op: Any, then: Any, limit: Any, array: Any, _known_by: Any, out: Any, stream: Any
-    ) -> Any:
+    def _allreduce_limited(self, op: Any, then: Any, limit: Any, array: Any, _key: Any, out: Any, stream: Any) -> Any:
         sms = checked_sms(limit)
         if then is not None:
             return self._call(MapCall(array, op, out, then, sms), stream)
         return self._call((ListCall if lists.is_list(array) else PlainCall)(array, op, out, sms), stream)
 
     def _allreduce_rmsnorm(self, given: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, None]:
-        return self._call(NormCall(*given), stream), None  # see NormHits.find()
+        return self._call(NormCall(*given), stream), None  # see NormHits.lookup()
 
     # ---- the operation and a norm
     @overload
@@ -266,7 +264,7 @@ class Communicator(Collectives):
         fast = self._open.fast
         if fast is None:
             return turns.make(self._open.calls, self._allreduce_rmsnorm, given, None, given, stream)[0]
-        made: tuple[Any, Any] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream, fast.find_norm)
+        made: tuple[Any, Any] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream, fast.lookup_norm)
         return made[0]
 
     # ---- waiting and ending

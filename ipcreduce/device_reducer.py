@@ -52,8 +52,8 @@ class DeviceReducer:
         else:
             self._calls.enter(prepared.what, site.stream)
         backend.run(partial(prepared.start, addresses), site.stream, site.owner, recorded=site.recorded)
-        if backend.known is not None and not site.recorded:
-            backend.known.learn(given, used.result, prepared)
+        if backend.launch_cache is not None and not site.recorded:
+            backend.launch_cache.insert_form(given, used.result, prepared)
         self._end(backend, site, used)
         return used.result
 

@@ -160,7 +160,7 @@ class HostSplitArray:
             target[...] = flat.view(target.dtype).reshape(target.shape)
 
 
-class KnownSplit:
+class CachedSplit:
     """Calls like one that was checked: on contiguous arrays of NumPy of the same shape and dtype.
 
     :ivar what: the ranks compare.
@@ -174,14 +174,14 @@ class KnownSplit:
         self._places = [slice(*ends) for ends in pairwise(firsts)]  # of the parts, in a whole array
 
     @staticmethod
-    def of(given: SplitArguments, used: HostSplit) -> KnownSplit | None:
+    def of(given: SplitArguments, used: HostSplit) -> CachedSplit | None:
         """The call as one that may come again; None if it is not of such an array, or if its parts have gaps."""
         split, array = used.request.split, given.array
         if type(array) is not np.ndarray or not array.ndim or split is None or not is_simple(given.key):
             return None
         (one,) = used.arrays
         rows = split.rows(one.whole, array.itemsize, given.n)
-        return KnownSplit(given, one, used.request.what, rows) if rows.rows == 1 else None
+        return CachedSplit(given, one, used.request.what, rows) if rows.rows == 1 else None
 
     def again(self, array: Any, out: Any) -> tuple[SplitParts, Any] | None:
         """The parts and the result of a call; None if it has to be checked."""

@@ -164,8 +164,8 @@ def stream_handle(device: int) -> Stream:
     return handle
 
 
-def can_be_known(dtype: np.dtype[Any]) -> bool:
-    """True: a call on the same arrays can be recognised for every dtype."""
+def can_be_cached(dtype: np.dtype[Any]) -> bool:
+    """True: a call on the same arrays can be looked up for every dtype."""
     return True
 
 

@@ -56,7 +56,7 @@ def _plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[An
         if {*map(kind.get_device, tensors)} != {device} or False in map(kind.is_contiguous, tensors):
             return None
         dtypes = [tensor.dtype for tensor in tensors]
-        if True in map(kind.is_neg, tensors) or not all(map(torch_runtime.can_be_known, {*dtypes})):
+        if True in map(kind.is_neg, tensors) or not all(map(torch_runtime.can_be_cached, {*dtypes})):
             return None
         return list(map(kind.data_ptr, tensors)), [tensor.shape for tensor in tensors], dtypes
     except RuntimeError:  # a sparse tensor, or one of torch.func, has no memory, and a nested tensor has no shape

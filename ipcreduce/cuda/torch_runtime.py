@@ -138,7 +138,7 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
         return None
 
 
-def can_be_known(dtype: Any) -> bool:
+def can_be_cached(dtype: Any) -> bool:
     """True for real dtypes. A complex tensor may become a conjugated one while the object stays the same."""
     return not dtype.is_complex
 

@@ -70,7 +70,7 @@ class DeviceBackend(Backend):
         self.rank, self.n = page.rank, page.n
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
-        self.known: LaunchCache | None = None  # of the fast path
+        self.launch_cache: LaunchCache | None = None  # of the fast path
         self._prepared: dict[Request, Prepared] = {}
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
@@ -81,8 +81,8 @@ class DeviceBackend(Backend):
     # ---- running
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
-        self.known = LaunchCache(self.device.ordinal, self.order, self.make_ready)
-        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, self.known)
+        self.launch_cache = LaunchCache(self.device.ordinal, self.order, self.make_ready)
+        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, self.launch_cache)
         return self.fast
 
     @abstractmethod
@@ -251,7 +251,7 @@ class DeviceBackend(Backend):
             action()
         flush()
         # The rest may wait for the garbage collector. The page may not: a mapping of Python's holds a descriptor.
-        self.fast = self.known = None
+        self.fast = self.launch_cache = None
         self.page = Page.alone(0, 1)
 
     @abstractmethod

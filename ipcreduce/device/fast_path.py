@@ -33,7 +33,7 @@ from .launch_cache import Found, LaunchCache
 from .prepared import Ready
 from .stream_order import IN_A_CAPTURE, StreamOrder
 
-Find = Callable[[Any, Any, Any, Any], Found]
+Lookup = Callable[[Any, Any, Any, Any], Found]
 _CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: for an event from outside
 
 
@@ -43,8 +43,8 @@ class FastPath:
     It makes replays, and the eager calls that are ready: those on contiguous CuPy arrays or PyTorch tensors, of shapes,
     dtypes and op that came before.
 
-    :ivar find: looks up a call on an array or a list, ``find_map`` one with an expression, ``find_norm`` one with
-        RMSNorm, and ``find_split`` one that is no all-reduce.
+    :ivar lookup: looks up a call on an array or a list, ``lookup_map`` one with an expression, ``lookup_norm`` one with
+        RMSNorm, and ``lookup_split`` one that is no all-reduce.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class FastPath:
         plain = PlainHits(cache, lists)
         splits = SplitHits(cache, lists, page.rank, page.n)
         cache.kinds |= {PlainCall: plain, ListCall: lists, MapCall: maps, NormCall: norms, SplitCall: splits}
-        self.find, self.find_map, self.find_norm, self.find_split = plain.find, maps.find, norms.find, splits.find
+        self.lookup, self.lookup_map = plain.lookup, maps.lookup
+        self.lookup_norm, self.lookup_split = norms.lookup, splits.lookup
         ring = page.calls  # these objects are never replaced; only their contents change
         self._recorder_parts = ring.recorded, ring.number, ring.slots, ring.agreed
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
-        array: Any = None, op: Any = None, out: Any = None, stream: Any = None, find: Find | None = None,
+        array: Any = None, op: Any = None, out: Any = None, stream: Any = None, lookup: Lookup | None = None,
     ) -> Any:  # fmt: skip
         """Make one call under the lock: launch ``ready``, or the eager call of these arguments; else by ``usual``.
 
@@ -70,7 +71,7 @@ class FastPath:
         up to 0.1 us, a ``with`` block 0.13, ``*args`` 0.06.
 
         :param usual: takes the other arguments, which a replay leaves out.
-        :param find: looks up the eager call; None for :attr:`find`.
+        :param lookup: looks up the eager call; None for :attr:`lookup`.
         :returns: the result of the eager call, or of ``usual``; True for ``ready``.
         """
         calls = self._calls
@@ -87,7 +88,7 @@ class FastPath:
                 current: Any = None
                 if ready is None:
                     if calls.recording is None:
-                        ready, result, current = (find or self.find)(array, op, out, stream)
+                        ready, result, current = (lookup or self.lookup)(array, op, out, stream)
                 else:  # as current_streams.stream_of()
                     current = cupy_runtime.get_current_stream().ptr
                     if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):

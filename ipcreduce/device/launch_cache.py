@@ -1,9 +1,9 @@
-"""The memory of eager calls: a call that is like one before is launched without the checks of the slow path.
+"""The launch cache: an eager call that is like one before is launched without the checks of the slow path.
 
-Calls are known in three ways, from the quickest on. ``hits/`` looks them up, a module for each kind; all else is here.
+``hits/`` looks calls up, a module for each kind, in three ways, from the quickest on; all else is here.
 
 ============ =========================================== ===================================================
-by           what has to be the same                     comes into being
+by           what has to be the same                     is inserted
 ============ =========================================== ===================================================
 its objects  the arrays themselves, while they live      when a call comes to a place for the second time
 its place    the addresses of the arrays                 the first time as a mark, the second as a launch
@@ -24,8 +24,8 @@ from .prepared import Prepared, Ready, keep
 from .stream_order import StreamOrder
 
 _MAX = 4096  # entries of a table
-_MAX_TARGETS = 8  # of the results of one known call: an allocator uses few in turn
-NOT_READY = None, None, None
+_MAX_TARGETS = 8  # of the results of one entry: an allocator uses few in turn
+MISS = None, None, None
 Found = tuple[Ready | None, Any, Stream | None]  # a launch, the result of the call, and its stream
 
 
@@ -67,7 +67,7 @@ class Form:
         self.anew = Ready(prepared.what, prepared.quickest, None)
 
 
-class Known:
+class Entry:
     """A call on objects that have come before, as long as all of these live.
 
     :ivar ready: the launch. ``to_new``: the launches to new results, by their addresses.
@@ -98,15 +98,15 @@ class LaunchCache:
         # has come once.
         self.forms: dict[Any, Form] = {}
         self.places: dict[tuple[Form, Any], Ready | None] = {}
-        self.objects: dict[Any, Known] = {}
+        self.objects: dict[Any, Entry] = {}
         self.kinds: dict[type, Kind] = {}  # by the type of a call's arguments
 
     def at(
-        self, form: Form, addresses: Any, new: bool, know: Callable[[Form, Ready], None] | None = None
+        self, form: Form, addresses: Any, new: bool, insert: Callable[[Form, Ready], None] | None = None
     ) -> Ready | None:
         """The launch at a place that has not come twice. None: only the slow path can make it.
 
-        :param know: makes the call known by its objects.
+        :param insert: inserts the call by its objects.
         """
         argument = form.layout.settle(addresses, new)
         if argument is None:
@@ -118,37 +118,37 @@ class LaunchCache:
             return form.anew
         ready = self._make_ready(form.prepared, argument)
         keep(self.places, place, ready, _MAX)
-        if know is not None:
-            know(form, ready)
+        if insert is not None:
+            insert(form, ready)
         return ready
 
-    def to_new(self, known: Known, addresses: Any, target: int) -> Ready | None:
-        """The launch of a known call to a new result at address ``target``."""
-        ready: Ready | None = self.places.get((known.form, addresses)) or self.at(known.form, addresses, new=True)
-        if ready is not None and ready is not known.form.anew:
-            keep(known.to_new, target, ready, _MAX_TARGETS)
+    def to_new(self, entry: Entry, addresses: Any, target: int) -> Ready | None:
+        """The launch of an entry's call to a new result at address ``target``."""
+        ready: Ready | None = self.places.get((entry.form, addresses)) or self.at(entry.form, addresses, new=True)
+        if ready is not None and ready is not entry.form.anew:
+            keep(entry.to_new, target, ready, _MAX_TARGETS)
         return ready
 
-    def insert(self, key: Any, known: Known, objects: Sequence[Any], tensors: Sequence[Any]) -> None:
-        """Know a call by its objects, until one of them dies.
+    def insert(self, key: Any, entry: Entry, objects: Sequence[Any], tensors: Sequence[Any]) -> None:
+        """Insert a call by its objects, until one of them dies.
 
         :param tensors: those whose addresses are compared, if they are tensors.
         """
-        if known.library is torch_runtime:
-            known.read = torch_lists.reader(tensors, self.device)
-            known.addresses = None if known.read is None else known.read(tensors)
-            if known.addresses is None:  # in a trace, say
+        if entry.library is torch_runtime:
+            entry.read = torch_lists.reader(tensors, self.device)
+            entry.addresses = None if entry.read is None else entry.read(tensors)
+            if entry.addresses is None:  # in a trace, say
                 return
-        forget = partial(_forget, weakref.ref(self), key)
-        known.refs = [weakref.ref(one, forget) for one in objects]
-        keep(self.objects, key, known, _MAX)
+        evict = partial(_evict, weakref.ref(self), key)
+        entry.refs = [weakref.ref(one, evict) for one in objects]
+        keep(self.objects, key, entry, _MAX)
 
     def evict(self, key: Any) -> None:
-        """Forget a call of which an object has died or changed. Python may call this at any time, in any thread."""
+        """Evict a call of which an object has died or changed. Python may call this at any time, in any thread."""
         self.objects.pop(key, None)
 
-    def learn(self, given: Any, result: Any, prepared: Prepared) -> None:
-        """Remember the form of a call that was made by the slow path, if calls like it can be ready."""
+    def insert_form(self, given: Any, result: Any, prepared: Prepared) -> None:
+        """Insert the form of a call that was made by the slow path, if calls like it can be ready."""
         if any(through is not None for through in prepared.through):
             return
         found = self.kinds[type(given)].form_of(given, result, prepared)
@@ -177,11 +177,11 @@ def given_stream(stream: Any, current: Stream, only_current: bool) -> Stream | N
 
 
 def library_of(array: Any) -> Any:
-    """The library of an array, if it is one of the two that are known; the other arrays have to be of it, too."""
+    """The library of an array, if it is one of the cache's two; the other arrays have to be of it, too."""
     return cupy_runtime if type(array) is getattr(cupy_runtime.cupy, "ndarray", None) else torch_runtime
 
 
-def _forget(cache: Callable[[], LaunchCache | None], key: Any, _: Any) -> None:
+def _evict(cache: Callable[[], LaunchCache | None], key: Any, _: Any) -> None:
     found = cache()
     if found is not None:
         found.evict(key)

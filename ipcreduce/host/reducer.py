@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import clock
 from ..arrays.host_operands import Array, HostCall
-from ..arrays.host_splits import KnownSplit, SplitParts
+from ..arrays.host_splits import CachedSplit, SplitParts
 from ..arrays.plain import PlainCall
 from ..arrays.split_call import SplitCall
 from ..arrays.splits import is_simple
@@ -64,7 +64,7 @@ class HostReducer:
         else:
             self._way = f"{'cannot be reduced' if mpi is None else 'by messages of MPI'}, because {reason}"
         self._plain: dict[tuple[tuple[int, ...], Any, str], Fingerprint] = {}  # of NumPy arrays that are no views
-        self._splits: dict[Any, KnownSplit] = {}  # by arguments, shape and dtype
+        self._splits: dict[Any, CachedSplit] = {}  # by arguments, shape and dtype
 
     def describe(self) -> str:
         """The way that the data take, and the reason if it is not shared memory."""
@@ -107,7 +107,7 @@ class HostReducer:
         self._enter(what)
         for one in used.exchanged:
             self._exchange_parts(what, one.parts)
-        result, known = used.finish(), KnownSplit.of(given, used)
+        result, known = used.finish(), CachedSplit.of(given, used)
         if known is not None and len(self._splits) < _MAX_KNOWN:
             self._splits[key, array.shape, array.dtype] = known
         return result

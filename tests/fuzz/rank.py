@@ -190,7 +190,7 @@ class Player:
         self.later(returned if result is None else result, reference.wrapping(draws, op), stream)
 
     def do_reduce_list(self, comm: Any, step: Step) -> None:
-        """One call on a list, and the same again: it is known then."""
+        """One call on a list, and the same again: it is cached then."""
         op, drawn = step["op"], []
         for index, (name, count, _) in enumerate(step["members"]):
             one, dtype = {"count": count, "seed": step["seed"] + index}, bodies.dtype_of(name)
@@ -216,7 +216,7 @@ class Player:
                 self.later(one if result is None else result, reference.wrapping(values, op), stream)
 
     def do_reduce_norm(self, comm: Any, step: Step) -> None:
-        """One call with RMSNorm, and the same again in place, on the same arrays: it is known then."""
+        """One call with RMSNorm, and the same again in place, on the same arrays: it is cached then."""
         hidden, scales, dtype = step["hidden"], step["scales"], bodies.dtype_of(step["dtype"])
         form = step["count"] // hidden, hidden
         draws = bodies.draws(step, self.size, dtype, step["special"])

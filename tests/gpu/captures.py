@@ -138,7 +138,7 @@ def graphs_eager_calls_and_replays(comm: Any) -> None:
 
 
 def calls_and_replays_on_several_streams(comm: Any) -> None:
-    """No graph of others: eager calls, known and new ones, and our replays, each on its own stream."""
+    """No graph of others: eager calls, cached and new ones, and our replays, each on its own stream."""
     with ipcreduce.Communicator(timeout=30) as fresh:
         works = [Work(fresh, count) for count in (1000, 2000, 3000, 200_000 if not SIMULATED else 5000)]
         works.append(Work(fresh, 1500, step=2))

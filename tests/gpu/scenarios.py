@@ -95,7 +95,7 @@ class _Kinds:
     def strided(self, which: int, stream: Any) -> None:
         self.results[which] = self.comm.allreduce(self.source, out=self.wide[:, which])
 
-    def known(self, which: int, stream: Any) -> None:
+    def cached(self, which: int, stream: Any) -> None:
         self.results[which] = self.comm.allreduce(self.source, out=self.outs[which])
 
     def by_handle(self, which: int, stream: Any) -> None:
@@ -109,7 +109,7 @@ class _Kinds:
         """Make a graph of others, which :meth:`replay_of_others` launches."""
         with stream:
             stream.begin_capture()
-            self.known(which, stream)
+            self.cached(which, stream)
             self.theirs.append(stream.end_capture())
 
     def replay_of_others(self, which: int, stream: Any) -> None:
@@ -127,14 +127,14 @@ def work_behind_a_call(comm: Any) -> None:
     _behind_the_first_calls(first, second)
     with ipcreduce.Graph(comm) as one, ipcreduce.Graph(comm) as other:
         made = _Kinds(comm, (one, other))
-        kinds = [made.fresh, made.strided, made.known, made.by_handle, made.replay]
+        kinds = [made.fresh, made.strided, made.cached, made.by_handle, made.replay]
         for captured in (False, True):  # once there are graphs of others, too
             if captured:
                 for which, stream in enumerate(streams):
                     made.capture(which, stream)
                 kinds.append(made.replay_of_others)
             for kind, (which, stream) in itertools.product(3 * kinds, enumerate(streams)):
-                with stream:  # every call is known then, and the streams have changed
+                with stream:  # every call is cached then, and the streams have changed
                     kind(which, stream)
             cupy.cuda.Device().synchronize()
             for kind, next_kind in itertools.product(kinds, kinds):
@@ -660,7 +660,7 @@ def torch_refused(comm: Any) -> None:
     torch.cuda.set_device(cupy.cuda.Device().id)
     refusals = importlib.import_module("tests.shared.torch_refusals")
     x, out = torch.full((4,), RANK + 1.0, device="cuda"), torch.zeros(4, device="cuda")
-    for _ in range(4):  # known by now
+    for _ in range(4):  # cached by now
         assert comm.allreduce(x, out=out).tolist() == comm.allreduce(x).tolist() == [TOTAL] * 4
 
     def record(inputs: Any, array: Any) -> None:

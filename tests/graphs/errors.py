@@ -199,7 +199,7 @@ def two_tasks(comm: Any) -> None:
     other = Graph(comm)
     with other.record():
         comm.allreduce(source)
-    second.allreduce(source)  # this call is known
+    second.allreduce(source)  # this call is cached
     runner = ipcreduce.GraphRunner(comm.allreduce, comm, copy_inputs=True)
 
     def run(_: Graph) -> None:

@@ -100,7 +100,7 @@ def the_same_arrays(comm: Any) -> None:
         with raises(RankMismatchError, "(5, 200)", "(200, 5)"):
             comm.allreduce(source, out=result)
             comm.synchronize()
-        for _ in range(3):  # known in place too, as it was
+        for _ in range(3):  # cached in place too, as it was
             source.shape = (20, 50)
             comm.allreduce(source, out=source)
         source.shape = (5, 200) if RANK == LAST else (200, 5)
@@ -110,14 +110,14 @@ def the_same_arrays(comm: Any) -> None:
 def arrays_in_the_place_of_others(comm: Any) -> None:
     """New arrays with the ids of old ones, which a call then must not be taken for."""
     total = cupy.zeros(300, np.int32)
-    known = comm._open.backend.known.objects
+    cached = comm._open.backend.launch_cache.objects
     array = cupy.full((300,), RANK + 1, np.int32)
     for _ in range(5):
         right(comm.allreduce(array, out=total), TOTAL)
     key = id(array), id(total), "sum"
-    assert key in known
+    assert key in cached
     del array
-    assert key not in known
+    assert key not in cached
     for held in ([], None):  # ids come again, with other addresses and with the same
         for turn in range(20):
             array = cupy.full((300,), turn * (RANK + 1), np.int32)
@@ -132,9 +132,9 @@ def arrays_in_the_place_of_others(comm: Any) -> None:
     for _ in range(5):
         comm.allreduce(array, "max", out=total)
     key = id(array), id(total), "max"
-    assert key in known
+    assert key in cached
     del total
-    assert key not in known
+    assert key not in cached
     for _ in range(5):
         total = cupy.zeros(300, np.int32)
         comm.allreduce(array, "max", out=total)
@@ -142,7 +142,7 @@ def arrays_in_the_place_of_others(comm: Any) -> None:
 
 
 def full_tables(comm: Any) -> None:
-    """More calls than the tables of known ones, and than there may be graphs."""
+    """More calls than the tables of cached ones, and than there may be graphs."""
     most = len(kept_graphs(comm)) + 2
     for module, name, limit in ((ready, "_MAX_GRAPHS", most), (launch_cache, "_MAX", 6)):
         with mock.patch.object(module, name, limit):
@@ -154,8 +154,8 @@ def full_tables(comm: Any) -> None:
                     right(result, TOTAL - SIZE + SIZE * i)
         if module is ready and comm.backend == "ipc":
             assert len(kept_graphs(comm)) == most
-    known = comm._open.backend.known
-    assert max(len(known.objects), len(known.places)) <= 6
+    cached = comm._open.backend.launch_cache
+    assert max(len(cached.objects), len(cached.places)) <= 6
 
 
 def other_arrays_at_the_same_places(comm: Any) -> None:
@@ -163,7 +163,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
     source, *outs = (cupy.zeros(64, np.int32) for _ in range(3))
     draws = np.random.default_rng(5).integers(0, 1 << 30, (SIZE, 64)).astype(np.int32)
     source[...] = cupy.asarray(draws[RANK])
-    placed = comm._open.backend.known.places
+    placed = comm._open.backend.launch_cache.places
     for turn in range(6):
         out = outs[turn % 2]
         calls = (64, np.int32, "sum"), (64, np.int32, "max"), (60, np.int32, "sum"), (32, np.int64, "sum")
@@ -177,7 +177,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
 
 
 def not_as_quick(comm: Any) -> None:
-    """Arrays of a known shape that need more than a launch: strided ones, and ones that overlap in part."""
+    """Arrays of a cached shape that need more than a launch: strided ones, and ones that overlap in part."""
     memory, wide = cupy.zeros(40000, np.float32), cupy.zeros(20008, np.float32)
     strided, plain, out = memory[::2], cupy.zeros(20000, np.float32), cupy.zeros(20000, np.float32)
     overlapping = wide[:20000], wide[8:]
@@ -186,7 +186,7 @@ def not_as_quick(comm: Any) -> None:
             array.fill(RANK + 1)
             right(comm.allreduce(array, out=result))
         right(memory[1::2], 0)
-    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._open.backend.known.objects
+    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._open.backend.launch_cache.objects
     works(comm)
 
 
@@ -374,7 +374,7 @@ def quick_on_two_streams(comm: Any) -> None:
 
 
 def outs_shape(comm: Any) -> None:
-    """Assigned to once the arrays are known: refused as at first."""
+    """Assigned to once the arrays are cached: refused as at first."""
     source, out = mine(), cupy.zeros(1000, np.float32)
     for _ in range(4):
         right(comm.allreduce(source, out=out))

@@ -95,7 +95,7 @@ class Communicators:
         array, comm = mine(100 + self._shapes), self.open()
         return lambda: (comm.allreduce(array), comm.synchronize())
 
-    def known(self) -> Act:
+    def cached(self) -> Act:
         """A call that was made before."""
         array, comm = mine(), self.open()
         return lambda: (comm.allreduce(array, out=array), comm.synchronize())
@@ -168,7 +168,7 @@ class Communicators:
         return act
 
 
-HOST = ("call", "known", "list", "expression", "norm", "recover", "closing", "starting")
+HOST = ("call", "cached", "list", "expression", "norm", "recover", "closing", "starting")
 SIMULATED = (*HOST, "record", "replay", "ending", "suspend", "resume")
 
 

@@ -20,11 +20,11 @@ from tests.matrix import gone
 from tests.matrix.cell import FORMS, REAL_TIMEOUT, Call, Cell, error_of
 from tests.shared.bounds import late, until
 
-TURNS = 6  # in the last of them any call is known
+TURNS = 6  # in the last of them any call is cached
 
 
 def repeat(call: Call, comm: Communicator, turns: int = TURNS) -> None:
-    """Make a call until it is known."""
+    """Make a call until it is cached."""
     for turn in range(turns):
         call.make(comm, turn)
 
@@ -37,7 +37,7 @@ def first_call(cell: Cell) -> None:
                 cell.call(form, kind=kind).make(comm, 1)
 
 
-def known_call(cell: Cell) -> None:
+def cached_call(cell: Cell) -> None:
     """Again and again with the same arrays and other values, all forms in turns."""
     calls = [cell.call(form) for form in FORMS]
     for call in calls:
@@ -48,7 +48,7 @@ def known_call(cell: Cell) -> None:
 
 
 def other_addresses(cell: Cell) -> None:
-    """A known call with other arrays, in turns with its own: all or one of them, of any alignment, at every call."""
+    """A cached call with other arrays, in turns with its own: all or one of them, of any alignment, at every call."""
     for form in FORMS:
         calls = [cell.call(form, number, offset) for number, offset in enumerate((0, 0, 0, 1, 8))]
         repeat(calls[0], cell.comm)
@@ -92,7 +92,7 @@ def on_several_streams(cell: Cell) -> None:
 
 
 def captured_by_others(cell: Cell) -> None:
-    """Captured by CuPy, as new calls and as known ones, and launched with other values, beside eager calls."""
+    """Captured by CuPy, as new calls and as cached ones, and launched with other values, beside eager calls."""
     stream = cell.place.cupy.cuda.Stream(non_blocking=True)
     calls, eager = [cell.call(form) for form in (*FORMS, *FORMS)], cell.call("own", 1)
     for call in calls[len(FORMS) :]:
@@ -115,7 +115,7 @@ def captured_by_others(cell: Cell) -> None:
 
 
 def recorded(cell: Cell) -> None:
-    """Recorded in a graph, as new calls and as known ones, and replayed with other values, beside eager calls.
+    """Recorded in a graph, as new calls and as cached ones, and replayed with other values, beside eager calls.
 
     The graph holds arrays that the program drops.
     """
@@ -147,11 +147,11 @@ def recorded(cell: Cell) -> None:
 
 
 def in_both_states(cell: Cell, check: Callable[[Communicator, Call], None], **options: Any) -> None:
-    """``check`` of the first call of a communicator, and of one that is known. Then all ranks go on."""
+    """``check`` of the first call of a communicator, and of one that is cached. Then all ranks go on."""
     with cell.make(**options) as comm:
-        for known in (False, True):
+        for cached in (False, True):
             call = cell.call("own")
-            if known:
+            if cached:
                 repeat(call, comm)
             comm.synchronize()
             call.fill(3)
@@ -197,13 +197,13 @@ def refused_on_one_rank(cell: Cell) -> None:
 
 
 def ranks_that_differ(cell: Cell) -> None:
-    """A rank makes a variant of the call, or one of another kind, and each is named, whether these are known or not."""
+    """A rank makes a variant of the call, or one of another kind, and each is named, whether cached or not."""
     with cell.make() as comm:
-        for known in (False, True):
+        for cached in (False, True):
             call = cell.call("own")
             for other, words in cell.differing():
                 another = cell.call("own", kind=other)
-                for one in (call, another) if known else ():
+                for one in (call, another) if cached else ():
                     repeat(one, comm, 3)
                 comm.synchronize()
                 mine = another if cell.rank == cell.last else call
@@ -216,10 +216,10 @@ def ranks_that_differ(cell: Cell) -> None:
 
 def rank_closes(cell: Cell) -> None:
     """A rank closes its communicator while the others wait for it in a call."""
-    for known in (False, True):
+    for cached in (False, True):
         with cell.make() as comm:
             call = cell.call("own")
-            if known:
+            if cached:
                 repeat(call, comm)
             call.fill(3)
             if cell.rank == cell.last:
@@ -237,7 +237,7 @@ def rank_gone(cell: Cell) -> None:
 
 WAYS: dict[str, Callable[[Cell], Any]] = {
     "first call": first_call,
-    "known call": known_call,
+    "cached call": cached_call,
     "other addresses": other_addresses,
     "on several streams": on_several_streams,
     "captured by others": captured_by_others,

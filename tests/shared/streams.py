@@ -1,4 +1,4 @@
-"""The streams of an array library, for tests of the memories of known calls: their handles are numbers."""
+"""The streams of an array library, for tests of the launch cache: their handles are numbers."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def test_all_go_on(mpirun: Callable) -> None:
-    names = "call", "known", "list", "norm", "expression", "record", "replay", "recover"
+    names = "call", "cached", "list", "norm", "expression", "record", "replay", "recover"
     output = mpirun("tests.interrupts", 2, "--every", 60, *names).stdout
     assert output.count(" places, ") == len(names), output
 

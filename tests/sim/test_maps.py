@@ -38,8 +38,8 @@ def test_graphs_and_streams(hold: Hold) -> None:
     hold(2, "recorded_expressions", "captured_expressions", "ordered_expressions", SIM_LATE="0.002")
 
 
-def test_known_calls(hold: Hold) -> None:
-    hold(2, "known_expressions", "known_expressions_around")
+def test_cached_calls(hold: Hold) -> None:
+    hold(2, "cached_expressions", "cached_expressions_around")
 
 
 def test_faults(hold: Hold) -> None:

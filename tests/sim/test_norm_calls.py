@@ -26,12 +26,12 @@ def test_results_of_one_rank(hold: Hold) -> None:
     hold(1, "forms_of_norms", "in_place_norms", "laid_out_norms", "norms_without_rows", "norms_of_tensors")
 
 
-def test_known_calls(hold: Hold) -> None:
-    hold(2, "known_norms", "known_norms_of_another_shape", "copied_descriptions")
+def test_cached_calls(hold: Hold) -> None:
+    hold(2, "cached_norms", "cached_norms_of_another_shape", "copied_descriptions")
 
 
-def test_known_calls_with_new_results(hold: Hold) -> None:
-    hold(2, "new_results_of_norms", "known_kinds_of_norms", "new_results_on_streams", "new_tensors_of_norms")
+def test_cached_calls_with_new_results(hold: Hold) -> None:
+    hold(2, "new_results_of_norms", "cached_kinds_of_norms", "new_results_on_streams", "new_tensors_of_norms")
 
 
 def test_graphs_and_streams(hold: Hold) -> None:

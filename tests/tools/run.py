@@ -31,7 +31,7 @@ SERVED = {  # runs of vLLM, by what else is asked of them
 QUICK_PROGRAMS = (
     ("tests.sim.scenarios", *QUICK_SCENARIOS),
     ("tests.graphs", "--sim", "--first"),
-    ("tests.matrix", "ipc", "--sim", "--way", "known"),
+    ("tests.matrix", "ipc", "--sim", "--way", "cached"),
     ("tests.simulated", "tests/gpu/scenarios.py", "--first"),
     ("tests.sim.documents", "--first"),
 )

@@ -61,7 +61,7 @@ def test_bits_of_rows(comm: ipcreduce.Communicator, dtype: np.dtype, hidden: int
 
 
 def test_a_bias_of_negative_zero_is_zero(comm: ipcreduce.Communicator):
-    """Known calls do not tell them apart, and -0 + -0 would be another weight."""
+    """Cached calls do not tell them apart, and -0 + -0 would be another weight."""
     x, weight = np.ones((1, 64), np.float32), np.full(64, -0.0, np.float32)
     for bias in (0.0, -0.0, np.float32(-0.0)):
         y, _ = comm.allreduce_rmsnorm(x, weight, weight_bias=bias)

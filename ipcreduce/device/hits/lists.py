@@ -13,7 +13,7 @@ import numpy as np
 from ...calls.addresses import Places, numbers_of
 from ...cuda import cupy_runtime, torch_lists, torch_runtime
 from ..arguments import Words
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, Limited, given_stream, library_of
+from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, Limited, given_stream, library_of
 from ..prepared import Prepared, Ready, keep
 
 _MAX_LENGTHS = 256
@@ -131,43 +131,43 @@ class ListHits:
         # By op and length: the form, if there is one alone, which takes half a microsecond less to find. None: several.
         self._of_length: dict[tuple[Any, int], Form | None] = {}
 
-    def find(self, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
+    def lookup(self, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
         """A call on a list or a tuple of arrays, if it can be ready."""
         if not arrays:
-            return NOT_READY
+            return MISS
         if out is arrays:
             ends = op, len(arrays), id(arrays[0]), id(arrays[-1]), 0
         elif out is None:
-            return self._unknown(None, arrays, op, out, stream)
+            return self._by_place(None, arrays, op, out, stream)
         elif (type(out) is list or type(out) is tuple) and out:
             ends = op, len(arrays), id(arrays[0]), id(arrays[-1]), id(out[0])
         else:
-            return NOT_READY
-        known = self._cache.objects.get(ends)
-        if known is None:
-            return self._unknown(ends, arrays, op, out, stream)
-        if known.read is None:
-            ids, have_shapes, others, have_others = known.more
+            return MISS
+        entry = self._cache.objects.get(ends)
+        if entry is None:
+            return self._by_place(ends, arrays, op, out, stream)
+        if entry.read is None:
+            ids, have_shapes, others, have_others = entry.more
             same = [*map(id, arrays)] == ids and have_shapes(arrays)
             if others is not None:  # out is arrays, if it was so in the first call
                 same = same and [*map(id, out)] == others and have_others(out)
             current = cupy_runtime.get_current_stream().ptr
-        else:  # tensors may change in any way: all is compared, but how to is known
-            sources, targets = known.more
-            layout = known.form.layout
+        else:  # tensors may change in any way: all is compared, by a reader that is kept
+            sources, targets = entry.more
+            layout = entry.form.layout
             same = layout.read(arrays) == sources and (out is arrays or layout.read_out(out) == targets)
             current = torch_runtime.stream_handle(self._device)
         if not same:
             self._cache.evict(ends)
-            return self._unknown(ends, arrays, op, out, stream)
+            return self._by_place(ends, arrays, op, out, stream)
         if stream is not None:
-            current = given_stream(stream, current, known.read is not None)
-        return NOT_READY if current is None else (known.ready, out, current)
+            current = given_stream(stream, current, entry.read is not None)
+        return MISS if current is None else (entry.ready, out, current)
 
-    def _unknown(self, ends: _Ends | None, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
-        """Find the launch for a list that is not known by its arrays: see :meth:`find`.
+    def _by_place(self, ends: _Ends | None, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
+        """Look a call up by its place: see :meth:`lookup`.
 
-        :param ends: by what it may become known.
+        :param ends: by which it may be inserted.
         """
         cache, form = self._cache, self._of_length.get((op, len(arrays)))
         if form is None:
@@ -176,39 +176,39 @@ class ListHits:
         current = None if form is None else cache.current(form.library, stream, out is None)
         sources = None if form is None or current is None else form.layout.read(arrays)
         if form is None or current is None or sources is None:
-            return NOT_READY
+            return MISS
         result, targets = out, sources
         if out is None:
             if not cache.can_allocate(current):
-                return NOT_READY
+                return MISS
             made = form.layout.results(form.library, arrays, self._device)
             result, targets = [one for one, _ in made], [address for _, address in made]
         elif out is not arrays or form.layout.read_out is not form.layout.read:
             others = form.layout.read_out(out)
             if others is None:
-                return NOT_READY
+                return MISS
             targets = others
         froms = form.layout.pack(*sources)
         addresses = froms, froms if targets is sources else form.layout.pack(*targets)
         ready = cache.places.get((form, addresses))
         if ready is None:
-            know = None if ends is None else partial(self._know, ends, arrays, out, sources, targets)
-            ready = cache.at(form, addresses, out is None, know)
+            insert = None if ends is None else partial(self._insert, ends, arrays, out, sources, targets)
+            ready = cache.at(form, addresses, out is None, insert)
             if ready is None:
-                return NOT_READY
+                return MISS
         return ready, result, current
 
-    def _know(
+    def _insert(
         self, ends: _Ends, arrays: Sequence[Any], out: Sequence[Any], sources: list[int], targets: list[int],
         form: Form, ready: Ready,
     ) -> None:  # fmt: skip
         every = [*arrays] if out is arrays else [*arrays, *out]
         if form.library is torch_runtime:
-            known = Known(form, ready, 0, (sources, targets))
+            entry = Entry(form, ready, 0, (sources, targets))
         else:
             others = (None, None) if out is arrays else ([*map(id, out)], cupy_runtime.same_shapes(out))
-            known = Known(form, ready, 0, ([*map(id, arrays)], cupy_runtime.same_shapes(arrays), *others))
-        self._cache.insert(ends, known, every, every)
+            entry = Entry(form, ready, 0, ([*map(id, arrays)], cupy_runtime.same_shapes(arrays), *others))
+        self._cache.insert(ends, entry, every, every)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""
@@ -230,9 +230,9 @@ class ListHits:
         key = _key(arrays, op)
         if key is None:
             return None
-        length, known = (op, len(arrays)), self._cache.forms.get(key)
-        if known is not None and known.layout.read(arrays) is not None:
-            if self._of_length.get(length) is not known:
+        length, entry = (op, len(arrays)), self._cache.forms.get(key)
+        if entry is not None and entry.layout.read(arrays) is not None:
+            if self._of_length.get(length) is not entry:
                 keep(self._of_length, length, None, _MAX_LENGTHS)
             return None
         library = library_of(arrays[0])

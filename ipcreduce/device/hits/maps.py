@@ -12,7 +12,7 @@ from ...arrays.maps import NUMBERS, Map, pack_of
 from ...calls.addresses import MapAddresses
 from ...cuda import cupy_runtime, torch_runtime
 from ...types import Stream
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
+from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
 from ..prepared import Prepared, Ready
 
 _Key = tuple[int, int, int, str]  # ids of array, out and Map, and op
@@ -64,63 +64,64 @@ class MapHits:
     def __init__(self, cache: LaunchCache) -> None:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
-    def find(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Found:
+    def lookup(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Found:
         """A call with an expression, if it can be ready. ``mapped``: the op, and the :class:`Map`."""
         op, then = mapped
         if type(op) is not str or type(then) is not Map:
-            return NOT_READY
+            return MISS
         key = id(array), id(out), id(then), op
-        known = self._objects.get(key)
-        if known is None:
-            return self._unknown(key, array, op, out, stream, then)
-        (shape, operands), values = known.more, then._values
-        if known.read is None:
+        entry = self._objects.get(key)
+        if entry is None:
+            return self._by_place(key, array, op, out, stream, then)
+        (shape, operands), values = entry.more, then._values
+        if entry.read is None:
             if array.shape != shape or (out is not array and out is not None and out.shape != shape):
-                return NOT_READY
+                return MISS
             for index, of in operands:
                 if values[index].shape != of:
-                    return NOT_READY
+                    return MISS
             current = cupy_runtime.get_current_stream().ptr
         else:
-            if known.read(_tensors(array, out, values, operands)) != known.addresses:
+            if entry.read(_tensors(array, out, values, operands)) != entry.addresses:
                 self._cache.evict(key)
-                return self._unknown(key, array, op, out, stream, then)
+                return self._by_place(key, array, op, out, stream, then)
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
-            current = given_stream(stream, current, out is None or known.read is not None)
+            current = given_stream(stream, current, out is None or entry.read is not None)
             if current is None:
-                return NOT_READY
+                return MISS
         if out is not None:
-            return known.ready, out, current
-        result, target = self._new(known.form, array, current)
+            return entry.ready, out, current
+        result, target = self._new(entry.form, array, current)
         if not target:
-            return NOT_READY
-        source, words = known.source
-        ready = known.to_new.get(target) or self._cache.to_new(known, (source, target, words), target)
+            return MISS
+        source, words = entry.source
+        ready = entry.to_new.get(target) or self._cache.to_new(entry, (source, target, words), target)
         return ready, result, current
 
-    def _unknown(self, key: _Key, array: Any, op: str, out: Any, stream: Any, then: Map) -> Found:
-        """Find the launch for objects that are not known: see :meth:`find`."""
+    def _by_place(self, key: _Key, array: Any, op: str, out: Any, stream: Any, then: Map) -> Found:
+        """Look a call up by its place: see :meth:`lookup`."""
         cache, looked = self._cache, self._look(array, op, out, then)
         if looked is None:
-            return NOT_READY
+            return MISS
         of, source, target, places = looked
         form = cache.forms.get(of)
         current = None if form is None else cache.current(form.library, stream, out is None)
         words = None if form is None else form.layout.words(places, then._values)
         if form is None or current is None or words is None:
-            return NOT_READY
+            return MISS
         result = out
         if out is None:
             result, target = self._new(form, array, current)
             if not target:
-                return NOT_READY
+                return MISS
         addresses = source, target, words
         ready = cache.places.get((form, addresses))
         if ready is None:
-            ready = cache.at(form, addresses, out is None, partial(self._know, key, array, out, then, (source, words)))
+            insert = partial(self._insert, key, array, out, then, (source, words))
+            ready = cache.at(form, addresses, out is None, insert)
             if ready is None:
-                return NOT_READY
+                return MISS
         return ready, result, current
 
     def _new(self, form: Form, array: Any, current: Stream) -> tuple[Any, int]:
@@ -151,13 +152,13 @@ class MapHits:
             operands.append(at)
         return tuple(key), place[0], other[0], operands
 
-    def _know(
+    def _insert(
         self, key: _Key, array: Any, out: Any, then: Map, source: Any, form: Form, ready: Ready
     ) -> None:  # fmt: skip
         values = then._values
         operands = [(index, one.shape) for index, one in enumerate(values) if not issubclass(type(one), NUMBERS)]
         tensors = _tensors(array, out, values, operands)
-        self._cache.insert(key, Known(form, ready, source, (array.shape, operands)), [*tensors, then], tensors)
+        self._cache.insert(key, Entry(form, ready, source, (array.shape, operands)), [*tensors, then], tensors)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""

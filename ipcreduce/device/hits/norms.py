@@ -12,7 +12,7 @@ from ...arrays.norms import FP8
 from ...calls.addresses import NormAddresses
 from ...calls.request import ITEMSIZES
 from ...cuda import cupy_runtime, torch_runtime
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
+from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
 from ..prepared import Prepared, Ready
 
 _Arguments = Sequence[Any]  # of a call, in the order of NormArguments
@@ -62,7 +62,7 @@ class NormHits:
     def __init__(self, cache: LaunchCache) -> None:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
-    def find(self, given: _Arguments, _op: None, _out: Any, stream: Any) -> Found:
+    def lookup(self, given: _Arguments, _op: None, _out: Any, stream: Any) -> Found:
         """A call with RMSNorm, if it can be ready.
 
         Its result comes with y, whose memory has to live until the launch, even if nobody gets it.
@@ -70,69 +70,69 @@ class NormHits:
         x, weight, eps, residual, out, residual_out, bias, how, quant_out, scales_out = given
         in_place = how is None and out is x and residual_out is residual and quant_out is scales_out is None
         key = (id(x), id(weight), id(residual)) if in_place else _key_of(given)
-        known = None if key is None else self._objects.get(key)
-        if known is None:
-            return self._unknown(key, given, stream)
-        at_eps, at_bias, forms, tensors_of = known.more
+        entry = None if key is None else self._objects.get(key)
+        if entry is None:
+            return self._by_place(key, given, stream)
+        at_eps, at_bias, forms, tensors_of = entry.more
         if not (eps is at_eps or (type(eps) is float and eps == at_eps)):
-            return self._unknown(None, given, stream)
+            return self._by_place(None, given, stream)
         if not (bias is at_bias or (type(bias) is float and bias == at_bias)):
-            return self._unknown(None, given, stream)
-        if known.read is None:
+            return self._by_place(None, given, stream)
+        if entry.read is None:
             for index, axes, length, shape in forms:
                 array = given[index]
                 if array.ndim != axes or len(array) != length or (shape is not None and array.shape != shape):
-                    return NOT_READY
+                    return MISS
             current = cupy_runtime.get_current_stream().ptr
         else:
             tensors = (x, weight, residual) if in_place else tensors_of(given)
             if how is not None and how._scale is not None:
                 tensors = (*tensors, how._scale)
-            if known.read(tensors) != known.addresses:
+            if entry.read(tensors) != entry.addresses:
                 self._cache.evict(key)
-                return self._unknown(key, given, stream)
+                return self._by_place(key, given, stream)
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
-            current = given_stream(stream, current, known.read is not None)
+            current = given_stream(stream, current, entry.read is not None)
         if current is None:
-            return NOT_READY
+            return MISS
         if how is None:
-            return known.ready, ((out, residual_out), out), current
+            return entry.ready, ((out, residual_out), out), current
         scales = how._scale if scales_out is None else scales_out
-        return known.ready, ((quant_out, scales, residual_out), out), current
+        return entry.ready, ((quant_out, scales, residual_out), out), current
 
-    def _unknown(self, key: Any, given: _Arguments, stream: Any) -> Found:
-        """Find the launch for arrays that are not known: see :meth:`find`.
+    def _by_place(self, key: Any, given: _Arguments, stream: Any) -> Found:
+        """Look a call up by its place: see :meth:`lookup`.
 
-        :param key: by which they may become known; None for none.
+        :param key: by which it may be inserted; None for none.
         """
         cache, looked = self._cache, self._look(given)
         if looked is None:
-            return NOT_READY
+            return MISS
         of, addresses = looked
         form = cache.forms.get(of)
         if form is None:
-            return NOT_READY
+            return MISS
         made, library = form.layout.made, form.library
         current = library.stream_handle(self._device)
         if stream is not None:
             current = given_stream(stream, current, bool(made) or library is torch_runtime)
         if current is None or (made and not cache.can_allocate(current)):
-            return NOT_READY
+            return MISS
         x, _, _, _, out, total, _, how, numbers, scales = given
         results: list[Any] = [None, None, None, out, total, numbers, scales]
         for at, like in made:
             new = library.empty_like(x, self._device) if like is None else library.empty(x, *like, self._device)
             results[at], addresses[at] = new
             if not addresses[at]:
-                return NOT_READY
+                return MISS
         there = NormAddresses(*addresses)
         ready = cache.places.get((form, there))
         if ready is None:
-            know = None if made or key is None else partial(self._know, key, given)
-            ready = cache.at(form, there, bool(made), know)
+            insert = None if made or key is None else partial(self._insert, key, given)
+            ready = cache.at(form, there, bool(made), insert)
             if ready is None:
-                return NOT_READY
+                return MISS
         _, _, _, out, total, numbers, scales = results
         if how is None:
             return ready, ((out, total), out), current
@@ -168,7 +168,7 @@ class NormHits:
                 key += shape, dtype
         return tuple(key), addresses
 
-    def _know(self, key: Any, given: _Arguments, form: Form, ready: Ready) -> None:
+    def _insert(self, key: Any, given: _Arguments, form: Form, ready: Ready) -> None:
         scale = None if given[7] is None else given[7]._scale
         apart = {id(given[index]): index for index in _ARRAYS if given[index] is not None}  # two may be one array
         every = [*(given[index] for index in apart.values()), *([] if scale is None else [scale])]
@@ -176,7 +176,7 @@ class NormHits:
         if form.library is cupy_runtime:
             forms = tuple((index, *cupy_runtime.form(given[index])) for index in apart.values())
         more = given[2], given[6], forms, itemgetter(*apart.values())
-        self._cache.insert(key, Known(form, ready, 0, more), every, every)
+        self._cache.insert(key, Entry(form, ready, 0, more), every, every)
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""
@@ -186,7 +186,7 @@ class NormHits:
             return None
         written = tuple(at for at in _OUTPUTS if arrays[at] is not None)
         numbers = () if not shape.scales else ((5, result[0]), (6, result[1]))
-        needs_y = shape.keeps_y or (prepared.hands_on and arrays[4] is not None)  # nobody gets the latter: see find()
+        needs_y = shape.keeps_y or (prepared.hands_on and arrays[4] is not None)  # nobody gets the latter: see lookup()
         made: list[tuple[int, tuple[Any, Any] | None]] = [(3, None)] * (needs_y and arrays[3] is None)
         made += [(4, None)] * (arrays[4] is None)
         if shape.scales == "given":
@@ -200,7 +200,7 @@ class NormHits:
 
 
 def _key_of(given: _Arguments) -> Any:
-    """By what a call is known: the ids of its arrays, and the quantisation. None if that is of a subclass."""
+    """The key of a call: the ids of its arrays, and the quantisation. None if that is of a subclass."""
     x, weight, _, residual, out, residual_out, _, how, quant_out, scales_out = given
     if how is None:
         return id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out)

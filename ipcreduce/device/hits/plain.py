@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ...cuda import cupy_runtime, torch_runtime
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, Limited, given_stream, library_of
+from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, Limited, given_stream, library_of
 from ..prepared import Prepared, Ready
 from .lists import ListHits
 
@@ -34,67 +34,67 @@ class PlainHits:
     def __init__(self, cache: LaunchCache, lists: ListHits) -> None:
         self._cache, self._device, self._objects, self._lists = cache, cache.device, cache.objects, lists
 
-    def find(self, array: Any, op: Any, out: Any, stream: Any) -> Found:
+    def lookup(self, array: Any, op: Any, out: Any, stream: Any) -> Found:
         """A call on an array or a list, if it can be ready."""
         if type(op) is not str and type(op) is not Limited:
-            return NOT_READY
+            return MISS
         key = id(array), id(out), op
-        known = self._objects.get(key)
-        if known is None:
+        entry = self._objects.get(key)
+        if entry is None:
             if type(array) is list or type(array) is tuple:
-                return self._lists.find(array, op, out, stream)
-            return self._unknown(key, array, op, out, stream)
-        if known.read is None:
-            shape = known.more
+                return self._lists.lookup(array, op, out, stream)
+            return self._by_place(key, array, op, out, stream)
+        if entry.read is None:
+            shape = entry.more
             if array.shape != shape or (out is not array and out is not None and out.shape != shape):
-                return NOT_READY
+                return MISS
             current = cupy_runtime.get_current_stream().ptr
         else:
-            if known.read((array,) if out is array or out is None else (array, out)) != known.addresses:
+            if entry.read((array,) if out is array or out is None else (array, out)) != entry.addresses:
                 self._cache.evict(key)
-                return self._unknown(key, array, op, out, stream)
+                return self._by_place(key, array, op, out, stream)
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
-            current = given_stream(stream, current, out is None or known.read is not None)
+            current = given_stream(stream, current, out is None or entry.read is not None)
             if current is None:
-                return NOT_READY
+                return MISS
         if out is not None:
-            return known.ready, out, current
+            return entry.ready, out, current
         if not self._cache.can_allocate(current):
-            return NOT_READY
-        result, target = known.library.empty_like(array, self._device)
+            return MISS
+        result, target = entry.library.empty_like(array, self._device)
         if not target:
-            return NOT_READY
-        ready = known.to_new.get(target) or self._cache.to_new(known, (known.source, target), target)
+            return MISS
+        ready = entry.to_new.get(target) or self._cache.to_new(entry, (entry.source, target), target)
         return ready, result, current
 
-    def _unknown(self, key: _Key, array: Any, op: Any, out: Any, stream: Any) -> Found:
-        """Find the launch for objects that are not known: see :meth:`find`."""
+    def _by_place(self, key: _Key, array: Any, op: Any, out: Any, stream: Any) -> Found:
+        """Look a call up by its place: see :meth:`lookup`."""
         looked = self._look(array, op, out)
         if looked is None:
-            return NOT_READY
+            return MISS
         cache, (library, of, source, target) = self._cache, looked
         form = cache.forms.get(of)
         if form is None:
-            return NOT_READY
+            return MISS
         current = library.stream_handle(self._device)
         if stream is not None:
             current = given_stream(stream, current, out is None or library is torch_runtime)
             if current is None:
-                return NOT_READY
+                return MISS
         result = out
         if out is None:
             if not cache.can_allocate(current):
-                return NOT_READY
+                return MISS
             result, target = library.empty_like(array, self._device)
             if not target:
-                return NOT_READY
+                return MISS
         addresses = source, target
         ready = cache.places.get((form, addresses))
         if ready is None:
-            ready = cache.at(form, addresses, out is None, partial(self._know, key, array, out, source))
+            ready = cache.at(form, addresses, out is None, partial(self._insert, key, array, out, source))
             if ready is None:
-                return NOT_READY
+                return MISS
         return ready, result, current
 
     def _look(self, array: Any, op: Any, out: Any) -> tuple[Any, Any, int, int] | None:
@@ -111,10 +111,10 @@ class PlainHits:
             return None
         return library, (op, shape, dtype), source, other[0]
 
-    def _know(self, key: _Key, array: Any, out: Any, source: int, form: Form, ready: Ready) -> None:
-        if form.library.can_be_known(array.dtype):
+    def _insert(self, key: _Key, array: Any, out: Any, source: int, form: Form, ready: Ready) -> None:
+        if form.library.can_be_cached(array.dtype):
             objects = (array,) if out is None or out is array else (array, out)
-            self._cache.insert(key, Known(form, ready, source, array.shape), objects, objects)
+            self._cache.insert(key, Entry(form, ready, source, array.shape), objects, objects)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""

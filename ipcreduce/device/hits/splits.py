@@ -9,7 +9,7 @@ from typing import Any
 from ...arrays.splits import BROADCAST, SCATTER, SplitKey, is_simple
 from ...calls.request import Split, unit_of
 from ...cuda import cupy_runtime, torch_runtime
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
+from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
 from ..prepared import Prepared, Ready
 from .lists import NOWHERE, ListHits, Members
 
@@ -45,64 +45,64 @@ class SplitHits:
         self._cache, self._device, self._objects, self._lists = cache, cache.device, cache.objects, lists
         self._rank, self._n = rank, n
 
-    def find(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Found:
+    def lookup(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Found:
         """A call that can be ready. ``out`` of a broadcast is its array."""
         if not is_simple(key):
-            return NOT_READY
+            return MISS
         ids = id(array), id(out), key
-        known = self._objects.get(ids)
-        if known is None:
+        entry = self._objects.get(ids)
+        if entry is None:
             if type(array) is list or type(array) is tuple:
-                return self._lists.find(array, key, out, stream)
-            return self._unknown(ids, array, out, stream)
-        if known.read is None:
-            shape, shape_of_out = known.more
+                return self._lists.lookup(array, key, out, stream)
+            return self._by_place(ids, array, out, stream)
+        if entry.read is None:
+            shape, shape_of_out = entry.more
             if array.shape != shape or (out is not None and out.shape != shape_of_out):
-                return NOT_READY
+                return MISS
             current = cupy_runtime.get_current_stream().ptr
         else:
-            if known.read((array,) if out is array or out is None else (array, out)) != known.addresses:
+            if entry.read((array,) if out is array or out is None else (array, out)) != entry.addresses:
                 self._cache.evict(ids)
-                return self._unknown(ids, array, out, stream)
+                return self._by_place(ids, array, out, stream)
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
-            current = given_stream(stream, current, out is None or known.read is not None)
+            current = given_stream(stream, current, out is None or entry.read is not None)
             if current is None:
-                return NOT_READY
+                return MISS
         if out is not None:
-            return known.ready, out, current
+            return entry.ready, out, current
         if not self._cache.can_allocate(current):
-            return NOT_READY
-        result, target = known.library.empty(array, known.form.layout.shape, array.dtype, self._device)
+            return MISS
+        result, target = entry.library.empty(array, entry.form.layout.shape, array.dtype, self._device)
         if not target:
-            return NOT_READY
-        ready = known.to_new.get(target) or self._cache.to_new(known, (known.source, target), target)
+            return MISS
+        ready = entry.to_new.get(target) or self._cache.to_new(entry, (entry.source, target), target)
         return ready, result, current
 
-    def _unknown(self, ids: _Ids, array: Any, out: Any, stream: Any) -> Found:
-        """Do the same as :meth:`find` for objects that are not known."""
+    def _by_place(self, ids: _Ids, array: Any, out: Any, stream: Any) -> Found:
+        """Look a call up by its place: see :meth:`lookup`."""
         cache, key = self._cache, ids[2]
         looked = self._look(array, out)
         form = None if looked is None else cache.forms.get((key, *looked[1:3]))
         if looked is None or form is None or (out is not None and looked[4] != form.layout.shape):
-            return NOT_READY
+            return MISS
         library, shape, _, source, _, target = looked
         current = cache.current(library, stream, out is None)
         if current is None:
-            return NOT_READY
+            return MISS
         result = out
         if out is None:
             if not cache.can_allocate(current):
-                return NOT_READY
+                return MISS
             result, target = library.empty(array, form.layout.shape, array.dtype, self._device)
             if not target:
-                return NOT_READY
+                return MISS
         addresses = source, target
         ready = cache.places.get((form, addresses))
         if ready is None:
-            ready = cache.at(form, addresses, out is None, partial(self._know, ids, array, out, source, shape))
+            ready = cache.at(form, addresses, out is None, partial(self._insert, ids, array, out, source, shape))
             if ready is None:
-                return NOT_READY
+                return MISS
         return ready, result, current
 
     def _look(self, array: Any, out: Any) -> tuple[Any, Any, Any, int, Any, int] | None:
@@ -119,11 +119,11 @@ class SplitHits:
             return None
         return library, shape, dtype, source, other[1], other[0]
 
-    def _know(self, ids: _Ids, array: Any, out: Any, source: int, shape: Any, form: Form, ready: Ready) -> None:
-        if form.library.can_be_known(array.dtype):
+    def _insert(self, ids: _Ids, array: Any, out: Any, source: int, shape: Any, form: Form, ready: Ready) -> None:
+        if form.library.can_be_cached(array.dtype):
             objects = (array,) if out is None or out is array else (array, out)
-            known = Known(form, ready, source, (shape, None if out is None else out.shape))
-            self._cache.insert(ids, known, objects, objects)
+            entry = Entry(form, ready, source, (shape, None if out is None else out.shape))
+            self._cache.insert(ids, entry, objects, objects)
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the usual way."""

@@ -36,7 +36,7 @@ from tests.sim.scenarios.common import (
 from tests.simulated import pytorch as torch
 from tests.simulated.pytorch import Tensor
 
-TURNS = 6  # in the last of them a list is known by its arrays
+TURNS = 6  # in the last of them a list is found by its arrays
 COUNTS = (1, 5, 0, 333, 16, 4097)
 DTYPES = (np.float32, np.int8, np.float64, np.float32, np.dtype(ml_dtypes.bfloat16), np.float32)
 
@@ -73,7 +73,7 @@ def forms_of_lists() -> None:
 
     def check(comm: Any) -> None:
         for form in (list, tuple):
-            for turn in range(4):  # from the second time on they are known
+            for turn in range(4):  # from the second time on they are cached
                 arrays, out = form(few()), form(few(0))
                 result = comm.allreduce(arrays)
                 assert type(result) is list
@@ -122,8 +122,8 @@ def first_list_of_the_default_communicator() -> None:
     ipcreduce.get_communicator().close()
 
 
-def known_lists_of_another_shape() -> None:
-    """A list is known by its arrays, whose shapes the program may change: the ranks compare them as they are."""
+def cached_lists_of_another_shape() -> None:
+    """A list is found by its arrays, whose shapes the program may change: the ranks compare them as they are."""
     with Communicator() as comm:
         arrays = [cupy.full((6,), RANK + 1, np.float32), cupy.full((4,), RANK + 1, np.float32)]
         for _ in range(TURNS):
@@ -131,14 +131,14 @@ def known_lists_of_another_shape() -> None:
         for array in arrays:
             array.shape = (2, array.size // 2)
         if RANK == LAST:
-            arrays = [array.copy() for array in arrays]  # known on the other ranks alone
+            arrays = [array.copy() for array in arrays]  # cached on the other ranks alone
         comm.allreduce(arrays, out=arrays)
         comm.synchronize()
         works(comm)
 
 
-def known_lists_of_other_arrays() -> None:
-    """Lists that begin and end as a known one does, arrays at the id of a dead one, and tensors with other memory."""
+def cached_lists_of_other_arrays() -> None:
+    """Lists that begin and end as a cached one does, arrays at the id of a dead one, and tensors with other memory."""
     with Communicator() as comm:
         every = [cupy.full((6,), 0, np.float32) for _ in range(5)]
         first, middle, last, other, second = every
@@ -176,7 +176,7 @@ def known_lists_of_other_arrays() -> None:
                 comm.allreduce(tensors, out=tensors)
                 right(tensors[1].array)
                 assert (cupy.asnumpy(before) == 7).all()
-        for count in (3, 60):  # a known list's kind, with outputs that share memory
+        for count in (3, 60):  # a cached list's kind, with outputs that share memory
             arrays = [cupy.full((6,), RANK + 1, np.float32) for _ in range(count)]
             for _ in range(3):
                 comm.allreduce(arrays, out=arrays)
@@ -187,7 +187,7 @@ def known_lists_of_other_arrays() -> None:
         works(comm)
 
 
-def known_lists_in_turns() -> None:
+def cached_lists_in_turns() -> None:
     """Three lists of one kind, in turns: each is launched at its own addresses, whatever the last one's were."""
     with Communicator() as comm:
         lists = [[cupy.full((5,), 0, np.float32) for _ in range(3)] for _ in range(6)]
@@ -200,7 +200,7 @@ def known_lists_in_turns() -> None:
                         right(array, factor)
 
 
-def known_lists_of_several_launches() -> None:
+def cached_lists_of_several_launches() -> None:
     """Of two dtypes, and of an array that several launches share: repeated, in place and not, and with new arrays."""
     with Communicator(workspace=1 << 20) as comm:
         for sizes in ([(5, np.float32), (3, np.int8), (7, np.float32)], [(9, np.int8), (700_003, np.int8)]):
@@ -394,9 +394,9 @@ def failed(comm: Any, given: Any, op: str = "sum") -> errors.IpcReduceError | No
 def refused_members() -> None:
     """A member that one rank refuses: it is named, nothing is written to any output, and all go on."""
     with Communicator() as comm:
-        for known in (False, True):
+        for cached in (False, True):
             arrays, out = few(), few(7)
-            for _ in range(4 if known else 0):
+            for _ in range(4 if cached else 0):
                 comm.allreduce(arrays, out=out)
             comm.synchronize()
             filled(out, 7)
@@ -481,8 +481,8 @@ def interrupted_list() -> None:
 
 
 SCENARIOS = [
-    forms_of_lists, first_list_of_the_default_communicator, known_lists_of_another_shape,
-    known_lists_of_other_arrays, known_lists_in_turns, known_lists_of_several_launches, larger_than_the_workspace,
+    forms_of_lists, first_list_of_the_default_communicator, cached_lists_of_another_shape,
+    cached_lists_of_other_arrays, cached_lists_in_turns, cached_lists_of_several_launches, larger_than_the_workspace,
     lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists,
     checked_and_run_lists, refused_members, late_for_a_list, interrupted_list,
 ]  # fmt: skip

@@ -206,7 +206,7 @@ def usual_calls(comm: Any) -> Iterator[Any]:
         yield calls
 
 
-def known_expressions() -> None:
+def cached_expressions() -> None:
     """Only the first call of a kind takes the slow path: others may have other arrays, other numbers, another Map."""
 
     def check(comm: Any) -> None:
@@ -235,7 +235,7 @@ def known_expressions() -> None:
                     comm.allreduce(x, out=out, then=Map(SUM, s=2.0, a=other))
                     holds(out, TOTAL * 2 + 3)
             assert not calls.called
-            whole = both.view(np.int32)[:1000]  # the address of a known operand, with another dtype
+            whole = both.view(np.int32)[:1000]  # the address of a cached operand, with another dtype
             whole.fill(9)
             for _ in range(3):
                 holds(comm.allreduce(x, out=out, then=Map(SUM, s=2.0, a=whole)), TOTAL * 2 + 9)
@@ -250,8 +250,8 @@ def known_expressions() -> None:
     over_backends(check)
 
 
-def known_expressions_around() -> None:
-    """What a known call must not miss: shapes, memory that is shared, streams, recordings, peers that differ."""
+def cached_expressions_around() -> None:
+    """What a cached call must not miss: shapes, memory that is shared, streams, recordings, peers that differ."""
 
     def check(comm: Any) -> None:
         x, out, a = mine(), floats(7), floats(5)
@@ -502,7 +502,7 @@ def host_expressions() -> None:
 
 
 SCENARIOS = [
-    forms_of_expressions, rounded_once, compiled_once, known_expressions, known_expressions_around,
+    forms_of_expressions, rounded_once, compiled_once, cached_expressions, cached_expressions_around,
     recorded_expressions, captured_expressions, ordered_expressions,
     expressions_that_do_not_compile, expressions_that_differ, late_for_an_expression, refused_expressions,
     host_expressions,

@@ -138,7 +138,7 @@ def forms_of_norms() -> None:
 
 
 def in_place_norms() -> None:
-    """out=x and residual_out=residual, the same arrays again and again, whose calls are known by then."""
+    """out=x and residual_out=residual, the same arrays again and again, whose calls are cached by then."""
 
     def check(comm: Any) -> None:
         for dtype, hidden, scales in itertools.product(("bfloat16", "float32"), (256, 40), ("", "token")):
@@ -162,7 +162,7 @@ def in_place_norms() -> None:
     over_backends(check)
 
 
-def known_norms() -> None:
+def cached_norms() -> None:
     """Calls into the program's own arrays are ready from the third time on, as long as these stay as they are."""
 
     def check(comm: Any) -> None:
@@ -180,7 +180,7 @@ def known_norms() -> None:
                 for _ in range(5):
                     x[...], residual[...] = case.x, case.residual
                     case.check(case.call(comm, **own), x)
-                    assert calls.call_count == 1, "known"
+                    assert calls.call_count == 1, "cached"
                 side = cupy.cuda.Stream(non_blocking=True)
                 cupy.cuda.Device().synchronize()
                 for current in (side, cupy.cuda.Stream(null=True)):  # the call's stream, and another one
@@ -209,7 +209,7 @@ def known_norms() -> None:
                 calls.reset_mock()
                 case.check(case.call(comm, **own), x)
                 assert not calls.called
-                table = comm._open.backend.known.objects
+                table = comm._open.backend.launch_cache.objects
                 found = len(table)
                 del own, x, residual
                 calls.reset_mock()
@@ -238,8 +238,8 @@ def known_norms() -> None:
         works(comm)
 
 
-def known_norms_of_another_shape() -> None:
-    """A call is known by its arrays, whose shapes the program may change."""
+def cached_norms_of_another_shape() -> None:
+    """A call is found by its arrays, whose shapes the program may change."""
     with Communicator() as comm:
         case = Case((4, 256))
         x, residual = case.x.copy(), case.residual.copy()
@@ -308,7 +308,7 @@ def new_results_of_norms() -> None:
     over_backends(check)
 
 
-def known_kinds_of_norms() -> None:
+def cached_kinds_of_norms() -> None:
     """What makes another call than before is seen: shapes, numbers, memory that is shared, misaligned arrays."""
 
     def check(comm: Any) -> None:
@@ -351,7 +351,7 @@ def known_kinds_of_norms() -> None:
 
 
 def new_results_on_streams() -> None:
-    """Known calls with new results, on other streams, in a recording and in a capture."""
+    """Cached calls with new results, on other streams, in a recording and in a capture."""
 
     def check(comm: Any) -> None:
         for scales in ("", "token"):
@@ -394,7 +394,7 @@ def new_results_on_streams() -> None:
 
 
 def new_tensors_of_norms() -> None:
-    """Known calls with new tensors: on PyTorch's stream alone, and not of what requires grad."""
+    """Cached calls with new tensors: on PyTorch's stream alone, and not of what requires grad."""
     with Communicator() as comm, torch.imported(), usual_calls(comm) as calls:
         for scales in SCALES:
             case = Case((3, 256), "bfloat16", scales)
@@ -819,7 +819,7 @@ class Interrupted:
 
 
 def interrupted_look_ups() -> None:
-    """Ctrl-C on one rank while it looks a known call of any kind up: the others hear of it, and all go on."""
+    """Ctrl-C on one rank while it looks a cached call of any kind up: the others hear of it, and all go on."""
 
     def check(comm: Any) -> None:
         case, then = Case((4, 256)), Map("v + 1")
@@ -856,7 +856,7 @@ def interrupted_look_ups() -> None:
 
 
 def copied_descriptions() -> None:
-    """A copy of an FP8 or a Map has arrays of its own, and its calls use these, behind known ones of the original."""
+    """A copy of an FP8 or a Map has arrays of its own, and its calls use these, behind cached ones of the original."""
 
     def check(comm: Any) -> None:
         case, array, out = Case((4, 256), scales="given"), cupy.full(8, 1, np.float32), cupy.empty(8, np.float32)
@@ -914,8 +914,8 @@ def tuned_norms() -> None:
 
 
 SCENARIOS = [
-    forms_of_norms, in_place_norms, known_norms, known_norms_of_another_shape, new_results_of_norms,
-    known_kinds_of_norms, new_results_on_streams, new_tensors_of_norms, laid_out_norms, norms_without_rows,
+    forms_of_norms, in_place_norms, cached_norms, cached_norms_of_another_shape, new_results_of_norms,
+    cached_kinds_of_norms, new_results_on_streams, new_tensors_of_norms, laid_out_norms, norms_without_rows,
     norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, laid_out_norms_in_graphs,
     checked_and_run_norms, refused_norms, late_for_a_norm, interrupted_norm, interrupted_look_ups, copied_descriptions,
     tuned_norms,

@@ -176,7 +176,7 @@ def memory_that_is_not_the_tensors_values() -> None:
             array.fill(RANK + 1)
             with torch.no_grad():
                 right(comm.allreduce(Tensor(array, requires_grad=True), out=Tensor(array, requires_grad=True)).array)
-        for pending in ("neg", "conj"):  # of a kind that is known by now
+        for pending in ("neg", "conj"):  # of a kind that is cached by now
             with raises(errors.ArgumentError, f"resolve_{pending}"):
                 comm.allreduce(Tensor(array, pending=pending))
             works(comm)
@@ -260,7 +260,7 @@ def refuses_address_0(comm: Communicator) -> None:
 
 
 def where_a_result_would_be_lost() -> None:
-    """In a trace, and with a derivative, calls are refused, also those that are known by now."""
+    """In a trace, and with a derivative, calls are refused, also those that are cached by now."""
     source, out, array = Tensor(array_of(RANK + 1)), Tensor(array_of(0)), array_of(RANK + 1)
     dual = torch.make_dual(source, source)
     operator = "torch.ops.ipcreduce.all_reduce"
@@ -361,7 +361,7 @@ def results_are_tensors() -> None:
                 right(result.array)
                 del result, poison
                 comm.allreduce(source)
-                results = [comm.allreduce(source, stream=given) for _ in range(3)]  # of a tensor that is known by now
+                results = [comm.allreduce(source, stream=given) for _ in range(3)]  # of a tensor that is cached by now
                 assert [one.storage.place[0] for one in results] == [given.cuda_stream] * 3
                 comm.synchronize()
                 right(results[-1].array)

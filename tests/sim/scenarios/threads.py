@@ -368,7 +368,7 @@ def asked_for(call: Callable[[], Any]) -> tuple[list[str], int]:
 
 
 def what_the_driver_is_asked() -> None:
-    """A known call or replay on one stream is a launch; on two streams, from their first change on, an event more."""
+    """A cached call or replay on one stream is a launch; on two streams, from their first change on, an event more."""
     first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     with Communicator() as comm, Graph(comm) as graph:
         source, out = mine(), mine()

@@ -1,4 +1,4 @@
-"""Lists that are known by their arrays, or by the addresses of their tensors, with stand-ins for both libraries."""
+"""Lists that are found by their arrays, or by the addresses of their tensors, with stand-ins for both libraries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ipcreduce.calls.addresses import Places, numbers_of
 from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
 from ipcreduce.device.hits.lists import ListHits
 from ipcreduce.device.hits.plain import PlainHits
-from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.launch_cache import MISS, LaunchCache
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from ipcreduce.types import Stream
 
-TURNS = 6  # in the last of them a list is known by its arrays
+TURNS = 6  # in the last of them a list is found by its arrays
 CURRENT, OTHER = 8, 9
 DTYPE = np.dtype(np.float32)
 
@@ -93,7 +93,7 @@ def reader_of_tensors(tensors: Sequence[Any], device: int) -> Callable[[Sequence
     return read
 
 
-class Known:
+class Calls:
     """The memory of lists. Each call returns the addresses for which its launch was made, and its stream."""
 
     def __init__(self) -> None:
@@ -111,85 +111,85 @@ class Known:
         self.made += 1
         return Ready(prepared.what, self._start, places)
 
-    def learn(self, arrays: Sequence[Any]) -> None:
+    def insert(self, arrays: Sequence[Any]) -> None:
         request: Any = len(arrays)
         prepared = Prepared(
             request=request, what=request, by="", nbytes=sum(one.nbytes for one in arrays),
             steps=(OwnStep(self._start),), through=(None,) * len(arrays),
         )  # fmt: skip
-        self.cache.learn(ListCall(arrays, "sum", None), None, prepared)
+        self.cache.insert_form(ListCall(arrays, "sum", None), None, prepared)
 
-    def find(self, arrays: Sequence[Any], out: Any, stream: Any = None, op: str = "sum") -> Any:
-        ready, result, current = self.lists.find(arrays, op, out, stream)
+    def lookup(self, arrays: Sequence[Any], out: Any, stream: Any = None, op: str = "sum") -> Any:
+        ready, result, current = self.lists.lookup(arrays, op, out, stream)
         if ready is None:
-            assert (ready, result, current) == NOT_READY
+            assert (ready, result, current) == MISS
             return None
         assert result is out
         ready.launch(ready.argument, current)
         return self.launched
 
-    def is_known(self, arrays: Sequence[Any], out: Any) -> bool:
+    def is_cached(self, arrays: Sequence[Any], out: Any) -> bool:
         """A launch is found without a look at where the arrays lie."""
         before = Array.looks
-        assert self.find(arrays, out) is not None
+        assert self.lookup(arrays, out) is not None
         return Array.looks == before
 
 
-def known_list(arrays: Sequence[Any], out: Any) -> Known:
-    known = Known()
-    known.learn(arrays)
+def cached_list(arrays: Sequence[Any], out: Any) -> Calls:
+    calls = Calls()
+    calls.insert(arrays)
     for _ in range(TURNS):
-        assert known.find(arrays, out) is not None
-    return known
+        assert calls.lookup(arrays, out) is not None
+    return calls
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_list_is_known_by_its_arrays(in_place: bool):
+def test_a_list_is_found_by_its_arrays(in_place: bool):
     arrays = arrays_of(3)
     out = arrays if in_place else arrays_of(3, 8192)
-    known = known_list(arrays, out)
-    made, places = known.made, tuple([one.place.ptr for one in ones] for ones in (arrays, out))
-    assert known.is_known(arrays, out)
-    assert known.find(arrays, out) == (places, CURRENT)
+    calls = cached_list(arrays, out)
+    made, places = calls.made, tuple([one.place.ptr for one in ones] for ones in (arrays, out))
+    assert calls.is_cached(arrays, out)
+    assert calls.lookup(arrays, out) == (places, CURRENT)
     again = [*arrays]
-    assert known.is_known(again, again if in_place else tuple(out)), "another list of the same arrays"
-    assert known.find(arrays, out, CURRENT) == (places, CURRENT)
-    assert known.find(arrays, out, OTHER) == (places, OTHER), "on the stream that it is given"
-    assert known.made == made
+    assert calls.is_cached(again, again if in_place else tuple(out)), "another list of the same arrays"
+    assert calls.lookup(arrays, out, CURRENT) == (places, CURRENT)
+    assert calls.lookup(arrays, out, OTHER) == (places, OTHER), "on the stream that it is given"
+    assert calls.made == made
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_other_arrays_are_not_those_of_a_known_list(at: int, in_place: bool):
+def test_other_arrays_are_not_those_of_a_cached_list(at: int, in_place: bool):
     arrays = arrays_of(3)
     out = arrays if in_place else arrays_of(3, 8192)
     for changed in (arrays, out):
-        known = known_list(arrays, out)
+        calls = cached_list(arrays, out)
         before, changed[at] = changed[at], Array(at=1 << 20)
         places = tuple([one.place.ptr for one in ones] for ones in (arrays, out))
         for _ in range(TURNS):
-            assert known.find(arrays, out) == (places, CURRENT)
+            assert calls.lookup(arrays, out) == (places, CURRENT)
         changed[at] = before
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_the_shape_of_a_known_array_changes(in_place: bool):
+def test_the_shape_of_a_cached_array_changes(in_place: bool):
     arrays = arrays_of(3)
     out = arrays if in_place else arrays_of(3, 8192)
     for changed in (arrays, out):
-        known = known_list(arrays, out)
+        calls = cached_list(arrays, out)
         changed[1].shape = (2, 3)
-        assert known.find(arrays, out) is None
+        assert calls.lookup(arrays, out) is None
         changed[1].shape = (6,)
-        assert known.find(arrays, out) is not None
+        assert calls.lookup(arrays, out) is not None
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_known_array_dies(in_place: bool):
+def test_a_cached_array_dies(in_place: bool):
     """Another one may have its id then, and other memory."""
     arrays = arrays_of(3)
     out = arrays if in_place else arrays_of(3, 8192)
-    known = known_list(arrays, out)
+    calls = cached_list(arrays, out)
     dead = id(out[1])
     out[1] = None  # type: ignore[call-overload]
     kept = []
@@ -199,74 +199,74 @@ def test_a_known_array_dies(in_place: bool):
             break
     out[1] = kept[-1]
     places = tuple([one.place.ptr for one in ones] for ones in (arrays, out))
-    assert known.find(arrays, out) == (places, CURRENT)
+    assert calls.lookup(arrays, out) == (places, CURRENT)
 
 
-def test_a_known_array_dies_within_a_call(monkeypatch: pytest.MonkeyPatch):
+def test_a_cached_array_dies_within_a_call(monkeypatch: pytest.MonkeyPatch):
     """In another thread, say, between two looks at it."""
     arrays = arrays_of(3)
-    known = known_list(arrays, arrays)
+    calls = cached_list(arrays, arrays)
     arrays[1].shape = (2, 3)
 
     def stream() -> Any:
-        known.cache.objects.clear()
+        calls.cache.objects.clear()
         return SimpleNamespace(ptr=CURRENT)
 
     monkeypatch.setattr(cupy_runtime, "get_current_stream", stream)
-    assert known.find(arrays, arrays) is None
+    assert calls.lookup(arrays, arrays) is None
 
 
 def test_lists_and_tuples_are_found_as_lists():
     order: Any = None
     make: Any = None
-    lists: Any = SimpleNamespace(find=lambda *given: (None, given, None))
+    lists: Any = SimpleNamespace(lookup=lambda *given: (None, given, None))
     calls = PlainHits(LaunchCache(0, order, make), lists)
     for arrays in (arrays_of(2), tuple(arrays_of(2))):
-        assert calls.find(arrays, "sum", None, 5)[1] == (arrays, "sum", None, 5)
+        assert calls.lookup(arrays, "sum", None, 5)[1] == (arrays, "sum", None, 5)
 
 
 def test_outputs_of_another_length():
     """The slow path tells what is wrong."""
     arrays, out = arrays_of(3), arrays_of(4, 8192)
-    known = known_list(arrays, out[:3])
+    calls = cached_list(arrays, out[:3])
     for wrong in (out, out[:2], [*out[:3], None], [], (), iter(out), out[0], arrays[:2]):
-        assert known.find(arrays, wrong) is None
-    assert known.find(out, arrays) is None
-    assert known.find([], []) is None
-    assert known.find(arrays, out[:3]) is not None
+        assert calls.lookup(arrays, wrong) is None
+    assert calls.lookup(out, arrays) is None
+    assert calls.lookup([], []) is None
+    assert calls.lookup(arrays, out[:3]) is not None
 
 
 def test_new_arrays_at_the_addresses_of_others():
     """As gradients are, of which each comes once: to refer to all of them would take as long as to read them."""
-    known, kept = Known(), []
-    known.learn(arrays_of(3))
+    calls, kept = Calls(), []
+    calls.insert(arrays_of(3))
     for _ in range(2 * TURNS):
         arrays = arrays_of(3)
         kept.append(arrays)
-        assert known.find(arrays, arrays) is not None
-    assert known.made == 1
+        assert calls.lookup(arrays, arrays) is not None
+    assert calls.made == 1
     assert sum(weakref.getweakrefcount(one) for arrays in kept for one in arrays) == 3, "of one list alone"
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_lists_in_turns_at_places_of_their_own(in_place: bool):
-    known = Known()
-    known.learn(arrays_of(3))
+    calls = Calls()
+    calls.insert(arrays_of(3))
     lists = [(arrays_of(3, 4096 * turn), arrays_of(3, 4096 * turn + 2048)) for turn in range(1, 4)]
     for turn in range(2 * TURNS):
         for arrays, out in lists[: 1 + turn]:
             targets = arrays if in_place else out
             places = tuple([one.place.ptr for one in ones] for ones in (arrays, targets))
-            assert known.find(arrays, targets) == (places, CURRENT)
-    assert known.made == len(lists)
+            assert calls.lookup(arrays, targets) == (places, CURRENT)
+    assert calls.made == len(lists)
 
 
 def test_lists_without_bytes_go_the_usual_way():
     """Also where their arrays have addresses."""
-    known, arrays = Known(), [Array((0,), at) for at in (4096, 8192)]
-    known.learn(arrays)
+    calls, arrays = Calls(), [Array((0,), at) for at in (4096, 8192)]
+    calls.insert(arrays)
     for _ in range(TURNS):
-        assert known.find(arrays, arrays) is None
+        assert calls.lookup(arrays, arrays) is None
 
 
 def test_lists_of_one_length():
@@ -276,53 +276,53 @@ def test_lists_of_one_length():
         lambda first: [Array((2, 3), at=first + 64 * index) for index in range(3)],
         lambda first: [Tensor(first + 64 * index) for index in range(3)],
     ]
-    known = Known()
+    calls = Calls()
     for count, kind in enumerate(kinds, 1):
-        assert known.find(one := kind(4096), one) is None, "not learned yet"
-        known.learn(kind(4096))
+        assert calls.lookup(one := kind(4096), one) is None, "not inserted yet"
+        calls.insert(kind(4096))
         for other in kinds[:count]:
             lists = [other(8192 * (turn + 1)) for turn in range(TURNS)]
-            streams = [known.find(one, one)[1] for one in lists]
+            streams = [calls.lookup(one, one)[1] for one in lists]
             assert streams == [OTHER if isinstance(lists[0][0], Tensor) else CURRENT] * TURNS
-    known.lists._of_length.clear()  # as when it is full
-    known.learn([Array((1, 6), at=4096 + 64 * index) for index in range(3)])
+    calls.lists._of_length.clear()  # as when it is full
+    calls.insert([Array((1, 6), at=4096 + 64 * index) for index in range(3)])
     one = kinds[0](4096)
-    assert known.find(one, one) is None
-    known.learn(one)
-    assert known.find(one, one) is not None
+    assert calls.lookup(one, one) is None
+    calls.insert(one)
+    assert calls.lookup(one, one) is not None
 
 
 def test_lists_of_another_op():
     arrays = arrays_of(3)
-    known = known_list(arrays, arrays)
-    assert known.find(arrays, arrays, op="max") is None
+    calls = cached_list(arrays, arrays)
+    assert calls.lookup(arrays, arrays, op="max") is None
 
 
 def test_tensors_whose_memory_changes():
     tensors = [Tensor(4096 + 64 * index) for index in range(3)]
     for out in (tensors, [Tensor(8192 + 64 * index) for index in range(3)]):
         for changed in (tensors, out):
-            known = known_list(tensors, out)
+            calls = cached_list(tensors, out)
             for at in (1 << 20, 1 << 21):
                 changed[1].at = at
                 places = tuple([one.at for one in ones] for ones in (tensors, out))
                 for _ in range(TURNS):
-                    assert known.find(tensors, out) == (places, OTHER)
-    assert known.find(tensors, out, OTHER) == (places, OTHER)
-    assert known.find(tensors, out, CURRENT) is None, "PyTorch has to be told of another stream"
+                    assert calls.lookup(tensors, out) == (places, OTHER)
+    assert calls.lookup(tensors, out, OTHER) == (places, OTHER)
+    assert calls.lookup(tensors, out, CURRENT) is None, "PyTorch has to be told of another stream"
 
 
 def test_ids_of_tensors_that_arrays_have_by_now(monkeypatch: pytest.MonkeyPatch):
     """The call is on the stream of the arrays' own library."""
     arrays = arrays_of(2)
     tensors = [Tensor(one.place.ptr) for one in arrays]
-    known = known_list(tensors, tensors)
-    known.learn(arrays)
-    (ends,) = known.cache.objects
-    known.cache.objects[("sum", 2, id(arrays[0]), id(arrays[-1]), 0)] = known.cache.objects[ends]
+    calls = cached_list(tensors, tensors)
+    calls.insert(arrays)
+    (ends,) = calls.cache.objects
+    calls.cache.objects[("sum", 2, id(arrays[0]), id(arrays[-1]), 0)] = calls.cache.objects[ends]
     monkeypatch.setattr(Array, "at", -1, raising=False)  # which the tensors' reader reads
     places = [one.place.ptr for one in arrays]
-    assert known.find(arrays, arrays) == ((places, places), CURRENT)
+    assert calls.lookup(arrays, arrays) == ((places, places), CURRENT)
 
 
 @st.composite

@@ -17,7 +17,7 @@ from ipcreduce.calls.request import Member, Request
 from ipcreduce.cuda.expressions import Expression, Operand
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import maps as hits
-from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.launch_cache import MISS, LaunchCache
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from ipcreduce.errors import ArgumentError
 from tests.shared.streams import CURRENT, OTHER, Streams
@@ -53,8 +53,8 @@ class Library(Streams):
         return Array(self.free), self.free
 
 
-class Known:
-    """A memory of calls. ``made``: source, target, and words of each launch that was made to be kept."""
+class Calls:
+    """A launch cache and its calls. ``made``: source, target, and words of each launch that was made to be kept."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library, self.state = Library(), "ON_STREAM"
@@ -70,7 +70,7 @@ class Known:
         self.made.append(addresses[:3])
         return Ready(prepared.what, print, addresses)
 
-    def learn(self, x: Array, out: Any, then: Map, first: Any = None, op: str = "sum") -> None:
+    def insert(self, x: Array, out: Any, then: Map, first: Any = None, op: str = "sum") -> None:
         operands = []
         for name, value in then.operands.items():
             if isinstance(value, Array):
@@ -82,15 +82,15 @@ class Known:
             request=Request(op, (Member(x.shape, x.dtype.name),), expression), what=WHAT, by="", nbytes=x.nbytes,
             steps=(OwnStep(print),), through=(None if first is None else first.through,), hands_on=first is not None,
         )  # fmt: skip
-        self.cache.learn(MapCall(x, op, out, then), None, prepared)
+        self.cache.insert_form(MapCall(x, op, out, then), None, prepared)
 
-    def find(self, x: Any, out: Any, then: Map, stream: Any = None, op: str = "sum") -> Any:
-        return self.maps.find(x, (op, then), out, stream)
+    def lookup(self, x: Any, out: Any, then: Map, stream: Any = None, op: str = "sum") -> Any:
+        return self.maps.lookup(x, (op, then), out, stream)
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Known:
-    return Known(monkeypatch)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
 
 
 X, OUT, ROW = Array(0x1000), Array(0x4000), Array(0x8000, (256,))
@@ -104,92 +104,92 @@ def then(s: Any = 2.0, a: Any = ROW, text: str = "v * s + a") -> Map:
     return Map(text, s=s, a=a)
 
 
-def test_the_third_launch_at_a_place_is_kept(known: Known):
+def test_the_third_launch_at_a_place_is_kept(calls: Calls):
     one, words = then(), (number(2), 0x8000)
-    known.learn(X, OUT, one)
+    calls.insert(X, OUT, one)
     for turn in range(4):
-        ready, result, stream = known.find(X, OUT, one)
+        ready, result, stream = calls.lookup(X, OUT, one)
         assert (ready.argument[:3], result, stream) == ((0x1000, 0x4000, words), OUT, CURRENT), turn
-    assert known.made == [(0x1000, 0x4000, words)]
-    assert known.find(X, OUT, then())[0] is known.find(Array(0x1000), Array(0x4000), then())[0]
-    assert len(known.made) == 1
+    assert calls.made == [(0x1000, 0x4000, words)]
+    assert calls.lookup(X, OUT, then())[0] is calls.lookup(Array(0x1000), Array(0x4000), then())[0]
+    assert len(calls.made) == 1
 
 
-def test_new_results(known: Known):
+def test_new_results(calls: Calls):
     one = then()
-    known.learn(X, None, one)
+    calls.insert(X, None, one)
     for turn in range(6):
-        known.library.free = 0x20000 + turn % 2 * 0x10000
-        ready, result, _ = known.find(X, None, one)
-        assert ready.argument[1] == result.address == known.library.free
-    assert len(known.made) == 2
-    for known.library.free in (0x40000, 0x50000, 0x40000):  # of a call that is known by now
-        ready, *_ = known.find(X, None, one)
-        assert ready.argument[1] == known.library.free
-    known.state = None  # type: ignore[assignment]
-    made = known.library.made
-    assert known.find(X, None, one) == NOT_READY
-    assert known.find(X, None, then()) == NOT_READY
-    assert known.library.made == made
+        calls.library.free = 0x20000 + turn % 2 * 0x10000
+        ready, result, _ = calls.lookup(X, None, one)
+        assert ready.argument[1] == result.address == calls.library.free
+    assert len(calls.made) == 2
+    for calls.library.free in (0x40000, 0x50000, 0x40000):  # of a call that is cached by now
+        ready, *_ = calls.lookup(X, None, one)
+        assert ready.argument[1] == calls.library.free
+    calls.state = None  # type: ignore[assignment]
+    made = calls.library.made
+    assert calls.lookup(X, None, one) == MISS
+    assert calls.lookup(X, None, then()) == MISS
+    assert calls.library.made == made
 
 
-def test_other_numbers_and_addresses(known: Known):
-    known.learn(X, OUT, then())
+def test_other_numbers_and_addresses(calls: Calls):
+    calls.insert(X, OUT, then())
     for value in (3.0, -0.5, float("inf"), 1e-46):
-        ready, *_ = known.find(X, OUT, then(value))
+        ready, *_ = calls.lookup(X, OUT, then(value))
         assert ready.argument[2] == (number(value), 0x8000)
     for x, out, a in ((0x1800, 0x4000, 0x8000), (0x1800, 0x4800, 0x8000), (0x1800, 0x4800, 0x8002)):
-        ready, *_ = known.find(Array(x), Array(out), then(a=Array(a, (256,))))
+        ready, *_ = calls.lookup(Array(x), Array(out), then(a=Array(a, (256,))))
         assert ready.argument[:3] == (x, out, (number(2), a))
-    assert known.find(X, OUT, then(1e300)) == NOT_READY
+    assert calls.lookup(X, OUT, then(1e300)) == MISS
 
 
-def test_other_calls(known: Known):
-    known.learn(X, OUT, then())
-    assert known.find(X, OUT, then())[0]
+def test_other_calls(calls: Calls):
+    calls.insert(X, OUT, then())
+    assert calls.lookup(X, OUT, then())[0]
     for change in (
         {"text": "v*s + a"}, {"s": 2}, {"s": np.float32(2)}, {"a": 2.0}, {"a": Array(0x8000)},
         {"a": Array(0x8000, (256,), np.int16)}, {"a": Array(0, (256,))}, {"a": np.zeros(256, np.float16)},
     ):  # fmt: skip
-        assert known.find(X, OUT, then(**change)) == NOT_READY, change
-    assert known.find(X, OUT, Map("v * s + a", a=ROW, s=2.0)) == NOT_READY  # the order of the operands
-    assert known.find(X, OUT, then(), op="max") == NOT_READY
+        assert calls.lookup(X, OUT, then(**change)) == MISS, change
+    assert calls.lookup(X, OUT, Map("v * s + a", a=ROW, s=2.0)) == MISS  # the order of the operands
+    assert calls.lookup(X, OUT, then(), op="max") == MISS
     for x, out in (
         (Array(0x1000, (2, 512)), Array(0x4000, (2, 512))), (X, Array(0x4000, (2, 512))),
         (X, Array(0x4000, dtype=np.int16)), (Array(0x1000, dtype=np.int16), Array(0x4000, dtype=np.int16)),
         (Array(0), OUT), (X, Array(0)), ([X], [OUT]),
     ):  # fmt: skip
-        assert known.find(x, out, then()) == NOT_READY
+        assert calls.lookup(x, out, then()) == MISS
 
 
-def test_an_op_that_is_no_str(known: Known):
+def test_an_op_that_is_no_str(calls: Calls):
     """An op of MPI cannot be hashed, and a subclass of str may compare as it likes: these take the slow path."""
     one = then()
-    known.learn(X, OUT, one)
+    calls.insert(X, OUT, one)
     for op in (["sum"], np.str_("sum"), np.ones(2), None):
-        assert known.find(X, OUT, one, op=op) == NOT_READY  # type: ignore[arg-type]
-    assert known.find(X, OUT, one) != NOT_READY
+        assert calls.lookup(X, OUT, one, op=op) == MISS  # type: ignore[arg-type]
+    assert calls.lookup(X, OUT, one) != MISS
 
 
-def test_an_object_that_has_changed_or_died(known: Known):
+def test_an_object_that_has_changed_or_died(calls: Calls):
     one, x, out, row = then(), Array(0x1000), Array(0x4000), Array(0x8000, (256,))
-    known.learn(x, out, one)
+    calls.insert(x, out, one)
     one = then(a=row)
     for array in (x, out, row):
         for _ in range(3):
-            assert known.find(x, out, one)[0]
+            assert calls.lookup(x, out, one)[0]
         form = array.shape
         array.shape = (128, 2)
-        assert known.find(x, out, one) == NOT_READY
+        assert calls.lookup(x, out, one) == MISS
         array.shape = form
-    assert len(known.cache.objects) == 1
+    assert len(calls.cache.objects) == 1
     del one
-    assert not known.cache.objects, "the Map has died"
+    assert not calls.cache.objects, "the Map has died"
 
 
-def test_memory_that_is_shared(known: Known):
+def test_memory_that_is_shared(calls: Calls):
     """The slow path makes a copy, or raises an error in a call."""
-    known.learn(X, OUT, then(a=Array(0x8000)))
+    calls.insert(X, OUT, then(a=Array(0x8000)))
     for x, out, a, ready in (
         (0x1000, 0x1000, 0x8000, True), (0x1000, 0x1000, 0x1000, True), (0x1000, 0x4000, 0x1000, True),
         (0x1000, 0x4000, 0x4000, True), (0x1000, 0x1000 + NBYTES, 0x4000, True),
@@ -200,37 +200,37 @@ def test_memory_that_is_shared(known: Known):
         (0x1000, 0x4001, 0x8000, False), (0x1000, 0x4000, 0x8001, False),
     ):  # fmt: skip
         given = Array(x), Array(out), then(a=Array(a))
-        assert (known.find(*given)[0] is not None) is ready, (x, out, a)
+        assert (calls.lookup(*given)[0] is not None) is ready, (x, out, a)
     for a in (Array(0x8000, dtype=np.int16), ROW):  # neither has the elements of the output
-        known.learn(X, OUT, then(a=a))
-        assert known.find(X, OUT, then(a=a))[0]
-        assert known.find(X, OUT, then(a=Array(0x4000, a.shape, a.dtype))) == NOT_READY
+        calls.insert(X, OUT, then(a=a))
+        assert calls.lookup(X, OUT, then(a=a))[0]
+        assert calls.lookup(X, OUT, then(a=Array(0x4000, a.shape, a.dtype))) == MISS
 
 
-def test_behind_an_all_reduce_of_its_own(known: Known):
+def test_behind_an_all_reduce_of_its_own(calls: Calls):
     """The second kernel reads the operands when the first one has written the output."""
-    known.learn(X, OUT, then(a=Array(0x8000)), first=SimpleNamespace(through=None))
-    assert known.find(X, OUT, then(a=X))[0]
-    assert known.find(X, OUT, then(a=OUT)) == NOT_READY
-    known.learn(X, OUT, then(text="v"), first=SimpleNamespace(through=np.dtype(np.int32)))
-    assert known.find(X, OUT, then(text="v")) == NOT_READY
+    calls.insert(X, OUT, then(a=Array(0x8000)), first=SimpleNamespace(through=None))
+    assert calls.lookup(X, OUT, then(a=X))[0]
+    assert calls.lookup(X, OUT, then(a=OUT)) == MISS
+    calls.insert(X, OUT, then(text="v"), first=SimpleNamespace(through=np.dtype(np.int32)))
+    assert calls.lookup(X, OUT, then(text="v")) == MISS
 
 
-def test_streams(known: Known):
+def test_streams(calls: Calls):
     one = then()
-    known.learn(X, OUT, one)
+    calls.insert(X, OUT, one)
     for _ in range(3):
-        assert known.find(X, OUT, one, OTHER)[2] == OTHER
-        assert known.find(X, None, one, OTHER) == NOT_READY
+        assert calls.lookup(X, OUT, one, OTHER)[2] == OTHER
+        assert calls.lookup(X, None, one, OTHER) == MISS
         with pytest.raises(ArgumentError):
-            known.find(X, OUT, one, "fast")
+            calls.lookup(X, OUT, one, "fast")
 
 
-def test_short_lived_maps_are_not_kept(known: Known):
-    known.learn(X, OUT, then())
+def test_short_lived_maps_are_not_kept(calls: Calls):
+    calls.insert(X, OUT, then())
     for value in range(50):
-        assert known.find(X, OUT, then(float(value)))[0]
-    assert not known.cache.objects
+        assert calls.lookup(X, OUT, then(float(value)))[0]
+    assert not calls.cache.objects
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64", "int32"])
@@ -254,13 +254,13 @@ def test_an_expression_cannot_be_changed():
         one.operands["s"] = 3  # type: ignore[index]
 
 
-def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
+def test_tables_are_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch_cache, "_MAX", 3)
     every = [then(text=f"v + {number}") for number in range(8)]
     for one in every:
-        known.learn(X, OUT, one)
+        calls.insert(X, OUT, one)
         for _ in range(3):
-            assert known.find(X, OUT, one)[0]
-    assert known.find(X, OUT, every[0]) == NOT_READY
-    for table in (known.cache.forms, known.cache.objects, known.cache.places):
+            assert calls.lookup(X, OUT, one)[0]
+    assert calls.lookup(X, OUT, every[0]) == MISS
+    for table in (calls.cache.forms, calls.cache.objects, calls.cache.places):
         assert len(table) <= 3

@@ -13,7 +13,7 @@ from ipcreduce.calls.addresses import NormAddresses
 from ipcreduce.calls.request import NormShape, with_norm
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import norms as hits
-from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.launch_cache import MISS, LaunchCache
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from ipcreduce.errors import ArgumentError
 from tests.shared.streams import CURRENT, OTHER, Streams
@@ -50,8 +50,8 @@ class Library(Streams):
         return made, made.address
 
 
-class Known:
-    """A memory of calls. ``log``: the addresses of launches, with the way of each."""
+class Calls:
+    """A launch cache and its calls. ``log``: the addresses of launches, with the way of each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library, self.log = Library(), []
@@ -67,7 +67,7 @@ class Known:
         self.log.append(("made", "kept"))
         return Ready(prepared.what, lambda argument, stream: self.log.append(("kept", argument, stream)), addresses)
 
-    def learn(self, given: tuple[Any, ...], alignment: int = 16, plain: Any = None) -> None:
+    def insert(self, given: tuple[Any, ...], alignment: int = 16, plain: Any = None) -> None:
         how = given[7]
         scales = "" if how is None else "token" if how.scale is None else "given"
         shape = NormShape(4, 256, "bfloat16", 1e-6, 0.0, True, scales=scales, keeps_y=not scales)
@@ -80,15 +80,15 @@ class Known:
         if scales:
             kept = Array(64, (4, 1), "float32") if scales == "token" else how.scale
             result = Array(64, dtype="e4m3"), kept, Array(64)
-        self.cache.learn(NormCall(*given), result, prepared)
+        self.cache.insert_form(NormCall(*given), result, prepared)
 
-    def find(self, given: tuple[Any, ...], stream: Any = None) -> Any:
-        return self.norms.find(given, None, given, stream)
+    def lookup(self, given: tuple[Any, ...], stream: Any = None) -> Any:
+        return self.norms.lookup(given, None, given, stream)
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Known:
-    return Known(monkeypatch)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
 
 
 def arguments(x: Any = None, **change: Any) -> tuple[Any, ...]:
@@ -99,40 +99,40 @@ def arguments(x: Any = None, **change: Any) -> tuple[Any, ...]:
     return tuple((every | change).values())
 
 
-def test_the_third_launch_at_a_place_is_kept(known: Known):
-    known.learn(arguments())
+def test_the_third_launch_at_a_place_is_kept(calls: Calls):
+    calls.insert(arguments())
     places = NormAddresses(0x1000, 0x3000, 0x4000, 0x10000, 0x20000, 0, 0)
     for turn, (made, way) in enumerate(((None, "once"), ("kept", "kept"), (None, "kept"), (None, "kept"))):
-        known.library.free = [0x10000, 0x20000]
-        known.log.clear()
-        ready, ((out, total), _), _ = known.find(arguments())
+        calls.library.free = [0x10000, 0x20000]
+        calls.log.clear()
+        ready, ((out, total), _), _ = calls.lookup(arguments())
         assert (out.address, total.address) == (0x10000, 0x20000)
         ready.launch(ready.argument, CURRENT)
-        assert known.log == [("made", made)] * (made is not None) + [(way, places, CURRENT)], turn
-    known.library.free = [0x20000, 0x10000]
-    ready, *_ = known.find(arguments())
-    known.log.clear()
+        assert calls.log == [("made", made)] * (made is not None) + [(way, places, CURRENT)], turn
+    calls.library.free = [0x20000, 0x10000]
+    ready, *_ = calls.lookup(arguments())
+    calls.log.clear()
     ready.launch(ready.argument, CURRENT)
-    assert known.log == [("once", NormAddresses(0x1000, 0x3000, 0x4000, 0x20000, 0x10000, 0, 0), CURRENT)]
+    assert calls.log == [("once", NormAddresses(0x1000, 0x3000, 0x4000, 0x20000, 0x10000, 0, 0), CURRENT)]
 
 
-def test_a_capture(known: Known):
-    known.learn(arguments())
-    known.state = None
-    assert known.find(arguments()) == NOT_READY
-    assert not known.library.made
-    known.state = "ON_STREAM"
-    assert known.find(arguments())[0] is not None
+def test_a_capture(calls: Calls):
+    calls.insert(arguments())
+    calls.state = None
+    assert calls.lookup(arguments()) == MISS
+    assert not calls.library.made
+    calls.state = "ON_STREAM"
+    assert calls.lookup(arguments())[0] is not None
 
 
-def test_another_stream(known: Known):
-    known.learn(arguments())
-    assert known.find(arguments(), CURRENT)[0] is not None
-    made = known.library.made
-    assert known.find(arguments(), OTHER) == NOT_READY
+def test_another_stream(calls: Calls):
+    calls.insert(arguments())
+    assert calls.lookup(arguments(), CURRENT)[0] is not None
+    made = calls.library.made
+    assert calls.lookup(arguments(), OTHER) == MISS
     with pytest.raises(ArgumentError, match="no stream"):
-        known.find(arguments(), "fast")
-    assert known.library.made == made
+        calls.lookup(arguments(), "fast")
+    assert calls.library.made == made
 
 
 @pytest.mark.parametrize(
@@ -143,57 +143,57 @@ def test_another_stream(known: Known):
         {"quantize": FP8(per="token")}, {"quantize": FP8(per=128, column_major=True)},
     ],
 )  # fmt: skip
-def test_other_calls(known: Known, change: dict[str, Any]):
-    known.learn(arguments())
-    assert known.find(arguments(**change)) == NOT_READY
+def test_other_calls(calls: Calls, change: dict[str, Any]):
+    calls.insert(arguments())
+    assert calls.lookup(arguments(**change)) == MISS
 
 
-def test_memory_that_is_short(known: Known):
-    known.learn(arguments())
-    known.library.free = [0x10000]
+def test_memory_that_is_short(calls: Calls):
+    calls.insert(arguments())
+    calls.library.free = [0x10000]
     with pytest.raises(MemoryError):
-        known.find(arguments())
+        calls.lookup(arguments())
 
 
-def test_outputs_that_share_memory(known: Known):
+def test_outputs_that_share_memory(calls: Calls):
     x, residual = Array(0x1000), Array(0x4000)
-    known.learn(arguments(x, residual=residual, out=Array(0x8000)))
+    calls.insert(arguments(x, residual=residual, out=Array(0x8000)))
     for address in (0x8000, 0x1000, 0x1000 + NBYTES):
-        assert known.find(arguments(x, residual=residual, out=Array(address)))[0] is not None, address
+        assert calls.lookup(arguments(x, residual=residual, out=Array(address)))[0] is not None, address
     for address in (0x4000, 0x1000 + NBYTES - 16, 0x1000 - NBYTES + 16, 0x3000, 0x4000 + NBYTES - 16):
-        assert known.find(arguments(x, residual=residual, out=Array(address))) == NOT_READY, address
+        assert calls.lookup(arguments(x, residual=residual, out=Array(address))) == MISS, address
 
 
-def test_what_a_pair_hands_on_has_memory(known: Known):
+def test_what_a_pair_hands_on_has_memory(calls: Calls):
     """It lies in y, which is not returned, but has to live until the launch."""
     residual, plain = Array(0x4000), "an all-reduce"
     change = {"residual": residual, "residual_out": residual, "quantize": FP8(per="token")}
-    known.learn(arguments(**change), alignment=2, plain=plain)
-    ready, ((numbers, scales, total), y), _ = known.find(arguments(**change))
+    calls.insert(arguments(**change), alignment=2, plain=plain)
+    ready, ((numbers, scales, total), y), _ = calls.lookup(arguments(**change))
     assert (numbers.dtype, scales.shape, scales.dtype, total) == ("e4m3", (4, 1), "float32", residual)
     ready.launch(ready.argument, CURRENT)
-    assert known.log[-1][1] == NormAddresses(
+    assert calls.log[-1][1] == NormAddresses(
         0x1000, 0x3000, 0x4000, y.address, 0x4000, numbers.address, scales.address
     )  # fmt: skip
 
 
-def test_a_given_scale_is_returned(known: Known):
+def test_a_given_scale_is_returned(calls: Calls):
     scale = Array(0x9000, (1,), "float32")
     change = {"quantize": FP8(scale=scale)}
-    known.learn(arguments(**change))
-    ready, ((_, found, _), _), _ = known.find(arguments(**change))
+    calls.insert(arguments(**change))
+    ready, ((_, found, _), _), _ = calls.lookup(arguments(**change))
     assert found is scale
     assert ready.argument.scales == 0x9000
     moved = {"quantize": FP8(scale=Array(0x9002, (1,), "float32"))}
-    assert known.find(arguments(**moved)) == NOT_READY
+    assert calls.lookup(arguments(**moved)) == MISS
 
 
-def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
+def test_tables_are_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch_cache, "_MAX", 2)
     for eps in (1e-3, 1e-4, 1e-5):
-        known.learn(arguments(eps=eps))
+        calls.insert(arguments(eps=eps))
         for _ in range(3):
-            ready, *_ = known.find(arguments(eps=eps))
+            ready, *_ = calls.lookup(arguments(eps=eps))
             ready.launch(ready.argument, CURRENT)
-    assert known.find(arguments(eps=1e-3)) == NOT_READY
-    assert max(len(known.cache.forms), len(known.cache.places)) <= 2
+    assert calls.lookup(arguments(eps=1e-3)) == MISS
+    assert max(len(calls.cache.forms), len(calls.cache.places)) <= 2

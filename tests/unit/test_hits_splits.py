@@ -14,11 +14,11 @@ from ipcreduce.calls.request import Member, Moved, Request, Split
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import splits as hits
 from ipcreduce.device.hits.lists import ListHits
-from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.launch_cache import MISS, LaunchCache
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from tests.shared.streams import CURRENT, OTHER
-from tests.unit.test_known_maps import Array
-from tests.unit.test_known_maps import Library as Maps
+from tests.unit.test_hits_maps import Array
+from tests.unit.test_hits_maps import Library as Maps
 
 RANK, N = 1, 2
 PART, WHOLE = (4, 6), (8, 6)  # float16, so 48 and 96 bytes
@@ -29,14 +29,14 @@ SHAPES = {GATHER: (PART, WHOLE), SCATTER: (WHOLE, PART), BROADCAST: (WHOLE, WHOL
 class Library(Maps):
     """CuPy's place."""
 
-    def can_be_known(self, dtype: Any) -> bool:
+    def can_be_cached(self, dtype: Any) -> bool:
         return True
 
     def empty(self, array: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
         return Array(self.free, shape, dtype), self.free
 
 
-class Known:
+class Calls:
     """A memory of one call, with an output unless it is a broadcast."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, collective: str, axis: int = 0, **change: Any) -> None:
@@ -58,7 +58,7 @@ class Known:
         prepared = Prepared(
             request=request, what=request.what, by="", nbytes=NBYTES, steps=(OwnStep(print),), through=(None,)
         )
-        self.cache.learn(self.given(x, out), out or x, prepared)
+        self.cache.insert_form(self.given(x, out), out or x, prepared)
 
     def given(self, x: Any, out: Any) -> SplitCall:
         return SplitCall(x, out, self.key, RANK, N)
@@ -71,88 +71,88 @@ class Known:
         one, other = self.shapes
         return Array(source, one), None if self.collective == BROADCAST else Array(target, other)
 
-    def find(self, x: Any, out: Any, stream: Any = None, **change: Any) -> Any:
-        return self.hits.find(x, self.changed(**change), x if self.collective == BROADCAST else out, stream)
+    def lookup(self, x: Any, out: Any, stream: Any = None, **change: Any) -> Any:
+        return self.hits.lookup(x, self.changed(**change), x if self.collective == BROADCAST else out, stream)
 
     def is_ready(self, x: Any, out: Any, **change: Any) -> bool:
-        return self.find(x, out, **change)[0] is not None
+        return self.lookup(x, out, **change)[0] is not None
 
 
 @pytest.fixture(params=SHAPES)
-def known(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Known:
-    return Known(monkeypatch, request.param)
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Calls:
+    return Calls(monkeypatch, request.param)
 
 
-def test_again_and_again(known: Known):
+def test_again_and_again(calls: Calls):
     """From the third time on it is the same launch, for these objects and for others in their places."""
-    x, out = known.arrays(0x1000, 0x4000)
+    x, out = calls.arrays(0x1000, 0x4000)
     target = 0x1000 if out is None else 0x4000
-    found = [known.find(x, out) for _ in range(5)]
+    found = [calls.lookup(x, out) for _ in range(5)]
     for ready, result, stream in found:
         assert ready.argument == (0x1000, target)
         assert (result is x if out is None else result is out) and stream == CURRENT  # noqa: PT018
     assert found[1][0] is found[2][0] is found[4][0]
-    assert found[2][0] is known.find(*known.arrays(0x1000, 0x4000))[0]
-    assert known.find(x, out, OTHER)[2] == OTHER
+    assert found[2][0] is calls.lookup(*calls.arrays(0x1000, 0x4000))[0]
+    assert calls.lookup(x, out, OTHER)[2] == OTHER
 
 
-def test_arrays_that_have_moved_or_another_shape(known: Known):
-    x, out = known.arrays(0x1000, 0x4000)
+def test_arrays_that_have_moved_or_another_shape(calls: Calls):
+    x, out = calls.arrays(0x1000, 0x4000)
     for _ in range(3):
-        assert known.is_ready(x, out)
+        assert calls.is_ready(x, out)
     x.shape = (x.shape[0] // 2, 12)
-    assert not known.is_ready(x, out), "its shape was set"
-    x.shape = known.shapes[0]
-    assert known.is_ready(x, out)
+    assert not calls.is_ready(x, out), "its shape was set"
+    x.shape = calls.shapes[0]
+    assert calls.is_ready(x, out)
     if out is not None:
         out.shape = out.shape[::-1]
-        assert not known.is_ready(x, out)
-        assert not known.is_ready(x, Array(0x4000, (3, 3)))
-        assert not known.is_ready(x, Array(0x4000, known.shapes[1], np.float32))
-        assert not known.is_ready(x, Array(0, known.shapes[1])), "it is not plain"
-    assert not known.is_ready(Array(0x1000, (5, 5)), known.arrays(0, 0x4000)[1])
-    assert not known.is_ready(Array(0x1000, known.shapes[0], np.float32), known.arrays(0, 0x4000)[1])
-    assert not known.is_ready(Array(0, known.shapes[0]), known.arrays(0, 0x4000)[1])
-    other = Array(0x2000, known.shapes[0])
-    assert known.find(other, out and Array(0x4000, known.shapes[1]))[0].argument[0] == 0x2000
+        assert not calls.is_ready(x, out)
+        assert not calls.is_ready(x, Array(0x4000, (3, 3)))
+        assert not calls.is_ready(x, Array(0x4000, calls.shapes[1], np.float32))
+        assert not calls.is_ready(x, Array(0, calls.shapes[1])), "it is not plain"
+    assert not calls.is_ready(Array(0x1000, (5, 5)), calls.arrays(0, 0x4000)[1])
+    assert not calls.is_ready(Array(0x1000, calls.shapes[0], np.float32), calls.arrays(0, 0x4000)[1])
+    assert not calls.is_ready(Array(0, calls.shapes[0]), calls.arrays(0, 0x4000)[1])
+    other = Array(0x2000, calls.shapes[0])
+    assert calls.lookup(other, out and Array(0x4000, calls.shapes[1]))[0].argument[0] == 0x2000
 
 
-def test_other_arguments_are_other_calls(known: Known):
-    x, out = known.arrays(0x1000, 0x4000)
+def test_other_arguments_are_other_calls(calls: Calls):
+    x, out = calls.arrays(0x1000, 0x4000)
     for change in ({"axis": 1}, {"sizes": (3, 5)}, {"sizes": (4, 4)}, {"root": 1}, {"sms": 3}, {"op": "max"}):
         for _ in range(3):
-            assert known.is_ready(x, out)
-            assert not known.is_ready(x, out, **change), change
+            assert calls.is_ready(x, out)
+            assert not calls.is_ready(x, out, **change), change
 
 
-def test_arguments_of_no_simple_type(known: Known):
+def test_arguments_of_no_simple_type(calls: Calls):
     """They may compare as they like, or change. The usual way checks them."""
     for change in (
         {"axis": True}, {"axis": np.int64(0)}, {"axis": 0.0}, {"sizes": np.array([4, 4])}, {"sizes": (4.0, 4)},
         {"sizes": (True, 4)}, {"root": False}, {"sms": 2.0}, {"op": np.add},
     ):  # fmt: skip
-        assert known.find(*known.arrays(0x1000, 0x4000), **change) == NOT_READY, change
-    assert known.hits.find([], known.key, None, None) == NOT_READY
+        assert calls.lookup(*calls.arrays(0x1000, 0x4000), **change) == MISS, change
+    assert calls.hits.lookup([], calls.key, None, None) == MISS
 
 
-def test_new_results(known: Known):
+def test_new_results(calls: Calls):
     """They come to places in turn; on another stream than the current one, memory is not made here."""
-    x = known.arrays(0x1000, 0)[0]
-    if known.collective == BROADCAST:
+    x = calls.arrays(0x1000, 0)[0]
+    if calls.collective == BROADCAST:
         return
     for free in (2, 3, 2, 3, 4, 2, 3):
-        known.library.free = free << 16
-        ready, result, _ = known.find(x, None)
+        calls.library.free = free << 16
+        ready, result, _ = calls.lookup(x, None)
         assert ready.argument == (0x1000, result.address) == (0x1000, free << 16)
-        assert result.shape == known.shapes[1]
-    assert known.find(x, None, OTHER) == NOT_READY
+        assert result.shape == calls.shapes[1]
+    assert calls.lookup(x, None, OTHER) == MISS
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("collective", [GATHER, SCATTER])
 def test_memory_that_is_shared_or_misaligned(monkeypatch: pytest.MonkeyPatch, collective: str, axis: int):
     """This rank's own place is allowed, if it has no gaps. The usual way makes copies, or raises an error in a call."""
-    known = Known(monkeypatch, collective, axis)
+    calls = Calls(monkeypatch, collective, axis)
     part, base = NBYTES - OFFSET, 0x1000
     for at, ready in (
         (base + OFFSET, axis == 0), (base - part, True), (base + NBYTES, True), (base, False), (base + 2, False),
@@ -161,13 +161,13 @@ def test_memory_that_is_shared_or_misaligned(monkeypatch: pytest.MonkeyPatch, co
     ):  # fmt: skip
         source, target = (at, base) if collective == GATHER else (base, at)
         for _ in range(3):
-            assert known.is_ready(*known.arrays(source, target)) is ready, (hex(at), axis)
+            assert calls.is_ready(*calls.arrays(source, target)) is ready, (hex(at), axis)
 
 
 def test_the_byte_before_an_array_is_no_place(monkeypatch: pytest.MonkeyPatch):
     """Of a rank whose part has gaps, there is none."""
-    known = Known(monkeypatch, GATHER, axis=1)
-    extent = known.hits._extent(Split(GATHER, 1), Moved((4, 12), "int8", 1))
+    calls = Calls(monkeypatch, GATHER, axis=1)
+    extent = calls.hits._extent(Split(GATHER, 1), Moved((4, 12), "int8", 1))
     layout = hits._Layout((4, 12), *extent, 1, True)
     assert extent[:2] == (24, 48)
     for at in (*range(0x1000 - 23, 0x1000 + 48),):
@@ -175,14 +175,14 @@ def test_the_byte_before_an_array_is_no_place(monkeypatch: pytest.MonkeyPatch):
     assert layout.settle((0x1000 - 24, 0x1000), False) is not None
 
 
-def test_what_is_not_learned(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_inserted(monkeypatch: pytest.MonkeyPatch):
     """Calls on nothing, and calls whose arrays were copied."""
-    known = Known(monkeypatch, GATHER)
-    x, out = known.arrays(0x1000, 0x4000)
-    given = known.given(x, out)
+    calls = Calls(monkeypatch, GATHER)
+    x, out = calls.arrays(0x1000, 0x4000)
+    given = calls.given(x, out)
     request = Request("", (Moved(WHOLE, "float16", 2),), split=Split(GATHER))
     for change in ({"nbytes": 0}, {"packed": True}):
         prepared = Prepared(**{
             "request": request, "what": request.what, "by": "", "nbytes": NBYTES, "steps": (), "through": (None,)
         } | change)  # fmt: skip
-        assert known.hits.form_of(given, out, prepared) is None
+        assert calls.hits.form_of(given, out, prepared) is None

@@ -16,13 +16,13 @@ from ipcreduce.calls.request import Member, Moved, Request, Split
 from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
 from ipcreduce.device.hits import splits as hits
 from ipcreduce.device.hits.lists import ListHits
-from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.launch_cache import MISS, LaunchCache
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
-from tests.unit import test_known_arrays
-from tests.unit.test_known_arrays import CURRENT, OTHER, TURNS, Array, Tensor
+from tests.unit import test_hits_arrays
+from tests.unit.test_hits_arrays import CURRENT, OTHER, TURNS, Array, Tensor
 
 RANK, N = 1, 2
-libraries = test_known_arrays.libraries  # the fixture, which every test here has
+libraries = test_hits_arrays.libraries  # the fixture, which every test here has
 Shape = tuple[int, ...]
 PARTS: list[tuple[Shape, str]] = [((4, 6), "f4"), ((2,), "i1"), ((1, 3, 4), "f2")]
 
@@ -32,7 +32,7 @@ def whole_of(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], shape[axis] * N, *shape[axis + 1 :])
 
 
-class Known:
+class Calls:
     """The memory of a call on a list, whose members are 4 KB apart."""
 
     def __init__(self, collective: str, axis: int = 0, parts: list[tuple[Shape, str]] | None = None) -> None:
@@ -61,7 +61,7 @@ class Known:
         )  # fmt: skip
         return (ones, ones) if self.in_place else (ones, others)
 
-    def learn(self, arrays: Sequence[Any], out: Sequence[Any]) -> None:
+    def insert(self, arrays: Sequence[Any], out: Sequence[Any]) -> None:
         members: list[Any] = [
             Member(whole, np.dtype(dtype).name) if self.op else Moved(whole, dtype, np.dtype(dtype).itemsize)
             for whole, (_, dtype) in zip(self.wholes, self.parts, strict=True)
@@ -72,18 +72,18 @@ class Known:
             request=request, what=request.what, by="", nbytes=request.nbytes, steps=(OwnStep(print),),
             through=(None,) * len(members),
         )  # fmt: skip
-        self.cache.learn(SplitCall(arrays, out, self.key, RANK, N), out, prepared)
+        self.cache.insert_form(SplitCall(arrays, out, self.key, RANK, N), out, prepared)
 
-    def find(self, arrays: Any, out: Any, stream: Any = None, **change: Any) -> Any:
+    def lookup(self, arrays: Any, out: Any, stream: Any = None, **change: Any) -> Any:
         names = "collective", "op", "axis", "sizes", "root", "sms"
         key: Any = tuple({**dict(zip(names, self.key, strict=True)), **change}.values())
-        return self.hits.find(arrays, key, out, stream)
+        return self.hits.lookup(arrays, key, out, stream)
 
     def places(self, arrays: Any, out: Any, **change: Any) -> list[tuple[int, int]] | None:
         """Source and target of each member in the launch that is found; None if the usual way has to be taken."""
-        ready, result, stream = self.find(arrays, out, **change)
+        ready, result, stream = self.lookup(arrays, out, **change)
         if ready is None:
-            assert (ready, result, stream) == NOT_READY
+            assert (ready, result, stream) == MISS
             return None
         assert result is out
         return [*pairs_of(ready.argument)]
@@ -94,48 +94,48 @@ def due(arrays: Sequence[Any], out: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(params=[(GATHER, 0), (GATHER, -1), (SCATTER, 0), (SCATTER, -1), (BROADCAST, 0)], ids=str)
-def known(request: pytest.FixtureRequest) -> Known:
-    made = Known(*request.param)
-    made.learn(*made.arrays())
+def calls(request: pytest.FixtureRequest) -> Calls:
+    made = Calls(*request.param)
+    made.insert(*made.arrays())
     return made
 
 
-def test_again_and_again(known: Known):
+def test_again_and_again(calls: Calls):
     """From the third time on it is the same launch, and no array is asked where it lies."""
-    arrays, out = known.arrays()
-    found = [known.find(arrays, out) for _ in range(TURNS)]
+    arrays, out = calls.arrays()
+    found = [calls.lookup(arrays, out) for _ in range(TURNS)]
     assert found[1][0] is found[2][0] is found[-1][0]
-    assert known.places(arrays, out) == due(arrays, out)
+    assert calls.places(arrays, out) == due(arrays, out)
     before = Array.looks
     for _ in range(3):
-        assert known.find(arrays, out)[0] is found[1][0]
-        assert known.find(arrays, out, OTHER)[2] == OTHER
+        assert calls.lookup(arrays, out)[0] is found[1][0]
+        assert calls.lookup(arrays, out, OTHER)[2] == OTHER
         copies = [*arrays]
-        assert known.find(copies, copies if known.in_place else tuple(out))[2] == CURRENT
+        assert calls.lookup(copies, copies if calls.in_place else tuple(out))[2] == CURRENT
     assert Array.looks == before
     for first in (1 << 22, 1 << 23):
-        others = known.arrays(first, first + (1 << 16))
-        assert known.places(*others) == due(*others), "others of that form"
+        others = calls.arrays(first, first + (1 << 16))
+        assert calls.places(*others) == due(*others), "others of that form"
 
 
-def test_other_arguments_are_other_calls(known: Known):
-    arrays, out = known.arrays()
+def test_other_arguments_are_other_calls(calls: Calls):
+    arrays, out = calls.arrays()
     for _ in range(TURNS):
-        assert known.places(arrays, out) is not None
+        assert calls.places(arrays, out) is not None
     for change in ({"axis": 1}, {"sizes": (3, 5)}, {"root": 1}, {"sms": 3}, {"op": "max"}, {"axis": np.int64(0)}):
-        assert known.places(arrays, out, **change) is None, change
-    assert known.places(arrays[:2], out[:2]) is None
-    assert known.places([], []) is None
+        assert calls.places(arrays, out, **change) is None, change
+    assert calls.places(arrays[:2], out[:2]) is None
+    assert calls.places([], []) is None
 
 
 @pytest.mark.parametrize("at", range(len(PARTS)))
-def test_members_that_are_others(known: Known, at: int):
-    """Another dtype or shape of one of them, in the arrays or the outputs, also after they are known."""
+def test_members_that_are_others(calls: Calls, at: int):
+    """Another dtype or shape of one of them, in the arrays or the outputs, also after they are cached."""
     for turns in (1, TURNS):
-        pair = known.arrays(turns << 20, turns << 24)
+        pair = calls.arrays(turns << 20, turns << 24)
         for _ in range(turns):
-            assert known.places(*pair) is not None
-        for side in range(1 if known.in_place else 2):
+            assert calls.places(*pair) is not None
+        for side in range(1 if calls.in_place else 2):
             mine = pair[side]
             before, place = mine[at], mine[at].place.ptr
             for other in (
@@ -144,47 +144,47 @@ def test_members_that_are_others(known: Known, at: int):
                 Array(before.shape, place, before.dtype, device=1), Array(before.shape, 0, before.dtype), None,
             ):  # fmt: skip
                 mine[at] = other
-                assert known.places(*pair) is None, (side, other)
+                assert calls.places(*pair) is None, (side, other)
             mine[at] = Array(before.shape, 1 << 25, before.dtype)
-            assert known.places(*pair) == due(*pair)
+            assert calls.places(*pair) == due(*pair)
             mine[at] = before
             before.shape = (before.size, 1)
-            assert known.places(*pair) is None, "its shape was set"
-            before.shape = known.arrays()[side][at].shape
-            assert known.places(*pair) == due(*pair)
+            assert calls.places(*pair) is None, "its shape was set"
+            before.shape = calls.arrays()[side][at].shape
+            assert calls.places(*pair) == due(*pair)
 
 
 @pytest.mark.parametrize("at", range(len(PARTS)))
-def test_a_known_array_dies(known: Known, at: int):
+def test_a_cached_array_dies(calls: Calls, at: int):
     """Another one may have its id then, and other memory."""
-    for side in range(1 if known.in_place else 2):
-        pair = known.arrays((1 << 20) + (side << 16), (1 << 21) + (side << 16))
+    for side in range(1 if calls.in_place else 2):
+        pair = calls.arrays((1 << 20) + (side << 16), (1 << 21) + (side << 16))
         for _ in range(TURNS):
-            assert known.places(*pair) is not None
+            assert calls.places(*pair) is not None
         shape, dtype, dead = pair[side][at].shape, pair[side][at].dtype, id(pair[side][at])
         pair[side][at] = None
         kept = [Array(shape, (1 << 24) + 4096 * turn, dtype) for turn in range(100)]
         pair[side][at] = next(one for one in kept if id(one) == dead)
-        assert known.places(*pair) == due(*pair)
+        assert calls.places(*pair) == due(*pair)
 
 
-def test_results_that_are_no_outputs(known: Known):
+def test_results_that_are_no_outputs(calls: Calls):
     """The usual way tells what is wrong. Arrays are outputs of the same call if shapes are the same."""
-    arrays, out = known.arrays()
+    arrays, out = calls.arrays()
     for turns in (0, TURNS):
         for _ in range(turns):
-            assert known.places(arrays, out) is not None
-        if not known.in_place:
-            assert known.places(arrays, arrays) is None, "an all-gather would write behind them"
+            assert calls.places(arrays, out) is not None
+        if not calls.in_place:
+            assert calls.places(arrays, arrays) is None, "an all-gather would write behind them"
         for wrong in (out[:2], [*out, out[0]], out[::-1], (), out[0], iter(out), [*out[:2], None]):
-            assert known.places(arrays, wrong) is None
+            assert calls.places(arrays, wrong) is None
 
 
-def test_new_results(known: Known, monkeypatch: pytest.MonkeyPatch):
+def test_new_results(calls: Calls, monkeypatch: pytest.MonkeyPatch):
     """Of the right shapes. On another stream than the current one, memory is not made here."""
-    if known.in_place:
+    if calls.in_place:
         return
-    arrays, out = known.arrays()
+    arrays, out = calls.arrays()
 
     def empty(like: Any, shape: Shape, dtype: Any, device: int) -> tuple[Any, int]:
         made = Array(shape, (1 << 26) + 4096 * len(every), dtype)
@@ -194,77 +194,77 @@ def test_new_results(known: Known, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cupy_runtime, "empty", empty)
     for turn in range(TURNS):
         every: list[Any] = []
-        ready, results, stream = known.find(arrays, None)
+        ready, results, stream = calls.lookup(arrays, None)
         assert [*results] == every and stream == CURRENT  # noqa: PT018
         assert [*pairs_of(ready.argument)] == due(arrays, every), turn
         assert [(one.shape, one.dtype) for one in every] == [(one.shape, one.dtype) for one in out]
-    assert known.find(arrays, None, OTHER) == NOT_READY
-    known.cache._order = SimpleNamespace(quick=lambda stream: None)  # type: ignore[assignment]
-    assert known.find(arrays, None) == NOT_READY, "memory of a capture goes its own way"
+    assert calls.lookup(arrays, None, OTHER) == MISS
+    calls.cache._order = SimpleNamespace(quick=lambda stream: None)  # type: ignore[assignment]
+    assert calls.lookup(arrays, None) == MISS, "memory of a capture goes its own way"
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("collective", [GATHER, SCATTER])
 def test_memory_that_is_shared_or_misaligned(collective: str, axis: int):
     """This rank's own place is allowed, if it has no gaps. The usual way makes copies, or raises an error in a call."""
-    known = Known(collective, axis, [((4, 6), "f2"), ((4, 6), "i1")])
-    known.learn(*known.arrays())
+    calls = Calls(collective, axis, [((4, 6), "f2"), ((4, 6), "i1")])
+    calls.insert(*calls.arrays())
     base, part, nbytes = 1 << 21, 48, 96
     for at, ready in (
         (base + part, axis == 0), (base - part, True), (base + nbytes, True), (base, False), (base + part + 2, False),
         (base + part - 2, False), (base - part + 2, False), (base + nbytes - 2, False), (1 << 24 | 1, False),
         (1 << 24 | 2, True), ((1 << 21) + 4096, False), ((1 << 21) + 4096 + 24, False),
     ):  # fmt: skip
-        parts, wholes = known.arrays() if collective == GATHER else known.arrays()[::-1]
+        parts, wholes = calls.arrays() if collective == GATHER else calls.arrays()[::-1]
         parts[0].place.ptr, parts[1].place.ptr = at, 1 << 26
         wholes[0].place.ptr, wholes[1].place.ptr = base, base + 4096
         pair = (parts, wholes) if collective == GATHER else (wholes, parts)
         for _ in range(3):
-            assert (known.places(*pair) is not None) is ready, (hex(at), axis)
+            assert (calls.places(*pair) is not None) is ready, (hex(at), axis)
 
 
 def test_outputs_of_a_broadcast_that_share_memory():
-    known = Known(BROADCAST)
-    known.learn(*known.arrays())
+    calls = Calls(BROADCAST)
+    calls.insert(*calls.arrays())
     for offset, ready in ((4096, True), (192, True), (191, False), (0, False)):
-        arrays, out = known.arrays()
+        arrays, out = calls.arrays()
         arrays[1].place.ptr = arrays[0].place.ptr + offset
         for _ in range(3):
-            assert (known.places(arrays, out) is not None) is ready, offset
+            assert (calls.places(arrays, out) is not None) is ready, offset
 
 
 def test_tensors_whose_memory_changes():
     """That of the arrays, or that of the outputs."""
     for collective in (GATHER, BROADCAST):
         for changed in (0, 1):
-            known = Known(collective, 0, [((6,), "f4")] * 3)
+            calls = Calls(collective, 0, [((6,), "f4")] * 3)
             tensors, out = ([Tensor(first + 4096 * at) for at in range(3)] for first in (1 << 20, 1 << 21))
-            pair = (tensors, tensors if known.in_place else out)
+            pair = (tensors, tensors if calls.in_place else out)
             for one in out:
                 one.shape = (12,)
-            known.learn(*pair)
+            calls.insert(*pair)
             for at in (0, 1 << 22, 1 << 23):
                 pair[changed][1].at = at or pair[changed][1].at
                 places = [(one.at, to.at) for one, to in zip(*pair, strict=True)]
                 for _ in range(TURNS):
-                    assert known.places(*pair) == places
-            assert known.find(*pair, OTHER)[2] == OTHER
-            assert known.find(*pair, CURRENT) == NOT_READY, "PyTorch has to be told of another stream"
+                    assert calls.places(*pair) == places
+            assert calls.lookup(*pair, OTHER)[2] == OTHER
+            assert calls.lookup(*pair, CURRENT) == MISS, "PyTorch has to be told of another stream"
 
 
-def test_what_is_not_learned(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_inserted(monkeypatch: pytest.MonkeyPatch):
     """Dtypes that NumPy lacks, arrays of other libraries, arrays with gaps, and empty lists."""
-    known = Known(GATHER)
-    arrays, out = known.arrays()
-    known.learn([object(), *arrays[1:]], out)
-    known.learn(arrays, [object(), *out[1:]])
+    calls = Calls(GATHER)
+    arrays, out = calls.arrays()
+    calls.insert([object(), *arrays[1:]], out)
+    calls.insert(arrays, [object(), *out[1:]])
     out[1]._c_contiguous = False
-    known.learn(arrays, out)
-    known.learn([], [])
-    assert not known.cache.forms
+    calls.insert(arrays, out)
+    calls.insert([], [])
+    assert not calls.cache.forms
     monkeypatch.setattr(torch_runtime, "dtype_of", lambda dtype: None)
-    monkeypatch.setattr(torch_lists, "reader", test_known_arrays.reader_of_tensors)
-    known = Known(BROADCAST, 0, [((6,), "f4")] * 2)
+    monkeypatch.setattr(torch_lists, "reader", test_hits_arrays.reader_of_tensors)
+    calls = Calls(BROADCAST, 0, [((6,), "f4")] * 2)
     tensors = [Tensor(4096), Tensor(8192)]
-    known.learn(tensors, tensors)
-    assert not known.cache.forms
+    calls.insert(tensors, tensors)
+    assert not calls.cache.forms

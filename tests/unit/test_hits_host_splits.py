@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.arrays.host_splits import KnownSplit, SplitParts
+from ipcreduce.arrays.host_splits import CachedSplit, SplitParts
 from ipcreduce.arrays.split_call import SplitCall
 from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER
 
@@ -17,10 +17,10 @@ SHAPES = {GATHER: (PART, WHOLE), SCATTER: (WHOLE, PART), BROADCAST: (WHOLE, WHOL
 
 
 def known_of(array: Any, out: Any, collective: str, axis: Any = 0, root: int = 0) -> Any:
-    """What is known after a call."""
+    """What is cached after a call."""
     key = collective, "sum" if collective == SCATTER else None, axis, None, root, None
     given = SplitCall(array, out, key, RANK, N)
-    return KnownSplit.of(given, given.for_host())
+    return CachedSplit.of(given, given.for_host())
 
 
 @pytest.mark.parametrize("dtype", ["f4", "i1", "c8", "?"])
@@ -36,11 +36,11 @@ def test_the_parts_are_those_of_a_checked_call(collective: str, dtype: str):
         key = collective, "sum" if collective == SCATTER else None, 0, None, root, None
         given = SplitCall(array, target, key, RANK, N)
         used = given.for_host()
-        known = KnownSplit.of(given, used)
-        assert known is not None
-        assert known.what == used.request.what
+        calls = CachedSplit.of(given, used)
+        assert calls is not None
+        assert calls.what == used.request.what
         for result in (target, None):
-            found, given_back = known.again(array, result)  # type: ignore[misc]
+            found, given_back = calls.again(array, result)  # type: ignore[misc]
             due: SplitParts = used.arrays[0].parts
             assert given_back is target or (result is None and given_back.shape == target.shape)
             assert (found.op, found.root) == (due.op, due.root)
@@ -57,8 +57,8 @@ def test_the_parts_are_those_of_a_checked_call(collective: str, dtype: str):
 def test_outputs_that_are_checked(collective: str):
     first, second = SHAPES[collective]
     array, out = np.zeros(first, "f4"), np.zeros(second, "f4")
-    known = known_of(array, out, collective)
-    assert known.again(array, out) is not None
+    calls = known_of(array, out, collective)
+    assert calls.again(array, out) is not None
     frozen, memory = out.copy(), np.zeros(96, "f4")
     frozen.flags.writeable = False
     odd = np.zeros(out.nbytes + 1, "u1")[1:].view("f4").reshape(second)
@@ -66,11 +66,11 @@ def test_outputs_that_are_checked(collective: str):
         np.zeros(second, "f8"), np.zeros(second[::-1], "f4"), np.zeros((*second, 2), "f4")[..., 0], frozen, odd,
         out.view(np.matrix), out.tolist(), array,
     ):  # fmt: skip
-        assert known.again(array, wrong) is None, wrong
+        assert calls.again(array, wrong) is None, wrong
     whole = memory[:24].reshape(WHOLE)
     own = (whole[2:4], whole) if collective == GATHER else (whole, whole[2:4])
-    assert known.again(*own) is None, "in place, or any other overlap"
-    assert known.again(np.zeros((*first, 2), "f4")[..., 0], out) is None, "an array with gaps"
+    assert calls.again(*own) is None, "in place, or any other overlap"
+    assert calls.again(np.zeros((*first, 2), "f4")[..., 0], out) is None, "an array with gaps"
 
 
 def test_a_broadcast_writes_to_arrays_that_take_it():
@@ -79,10 +79,10 @@ def test_a_broadcast_writes_to_arrays_that_take_it():
     frozen, gaps = array.copy(), np.zeros((*WHOLE, 2), "f4")[..., 0]
     frozen.flags.writeable = False
     for root in (0, RANK):
-        known = known_of(array, array, BROADCAST, root=root)
-        assert known.again(array, array) is not None
-        assert (known.again(frozen, frozen) is None) == (root != RANK)
-        assert known.again(gaps, gaps) is None
+        calls = known_of(array, array, BROADCAST, root=root)
+        assert calls.again(array, array) is not None
+        assert (calls.again(frozen, frozen) is None) == (root != RANK)
+        assert calls.again(gaps, gaps) is None
 
 
 def test_calls_that_are_not_known():

@@ -11,21 +11,21 @@ from ipcreduce.arrays.plain import PlainCall
 from ipcreduce.calls import request
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import plain as hits
-from ipcreduce.device.launch_cache import NOT_READY, LaunchCache, Limited
+from ipcreduce.device.launch_cache import MISS, LaunchCache, Limited
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from tests.shared.streams import CURRENT, OTHER
-from tests.unit.test_known_maps import NBYTES, OUT, Array, Library, X
+from tests.unit.test_hits_maps import NBYTES, OUT, Array, Library, X
 
 
 class Plain(Library):
     """CuPy's place."""
 
-    def can_be_known(self, dtype: Any) -> bool:
+    def can_be_cached(self, dtype: Any) -> bool:
         return True
 
 
-class Known:
-    """A memory of calls."""
+class Calls:
+    """A launch cache and its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library = Plain()
@@ -37,18 +37,18 @@ class Known:
         self.plain = cache.kinds[PlainCall] = hits.PlainHits(cache, lists)
         of = request.plain(X.shape, "float16", "sum")
         prepared = Prepared(request=of, what=of.what, by="", nbytes=NBYTES, steps=(OwnStep(print),))
-        cache.learn(PlainCall(X, "sum", OUT), None, prepared)
+        cache.insert_form(PlainCall(X, "sum", OUT), None, prepared)
 
-    def find(self, x: Any, out: Any, stream: Any = None) -> Any:
-        return self.plain.find(x, "sum", out, stream)
+    def lookup(self, x: Any, out: Any, stream: Any = None) -> Any:
+        return self.plain.lookup(x, "sum", out, stream)
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Known:
-    return Known(monkeypatch)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
 
 
-def test_memory_that_is_shared_or_misaligned(known: Known):
+def test_memory_that_is_shared_or_misaligned(calls: Calls):
     """The slow path makes a copy, or raises an error in a call."""
     for x, out, ready in (
         (0x1000, 0x1000, True), (0x1000, 0x4000, True), (0x1002, 0x4002, True), (0x1000, 0x1000 + NBYTES, True),
@@ -56,31 +56,31 @@ def test_memory_that_is_shared_or_misaligned(known: Known):
         (0x1001, 0x4000, False), (0x1000, 0x4001, False),
     ):  # fmt: skip
         for _ in range(2):
-            assert (known.find(Array(x), Array(out))[0] is not None) is ready, (x, out)
+            assert (calls.lookup(Array(x), Array(out))[0] is not None) is ready, (x, out)
 
 
-def test_calls_with_a_limit_of_blocks_are_others(known: Known):
-    assert known.plain.find(X, Limited("sum", 3), OUT, None) == NOT_READY
+def test_calls_with_a_limit_of_blocks_are_others(calls: Calls):
+    assert calls.plain.lookup(X, Limited("sum", 3), OUT, None) == MISS
     of = request.plain(X.shape, "float16", "sum", sms=3)
     prepared = Prepared(request=of, what=of.what, by="", nbytes=NBYTES, steps=(OwnStep(print),))
-    known.plain._cache.learn(PlainCall(X, "sum", OUT, 3), None, prepared)
+    calls.plain._cache.insert_form(PlainCall(X, "sum", OUT, 3), None, prepared)
     for _ in range(3):
-        assert known.plain.find(X, Limited("sum", 3), OUT, None)[0].what is of.what
-        assert known.find(X, OUT)[0].what is not of.what
-    assert known.plain.find(X, Limited("sum", 4), OUT, None) == NOT_READY
-    assert known.plain.find(X, ("sum", 3), OUT, None) == NOT_READY, "a caller's op"
+        assert calls.plain.lookup(X, Limited("sum", 3), OUT, None)[0].what is of.what
+        assert calls.lookup(X, OUT)[0].what is not of.what
+    assert calls.plain.lookup(X, Limited("sum", 4), OUT, None) == MISS
+    assert calls.plain.lookup(X, ("sum", 3), OUT, None) == MISS, "a caller's op"
 
 
-def test_streams(known: Known):
+def test_streams(calls: Calls):
     for _ in range(3):
-        assert known.find(X, OUT)[2] == CURRENT
-        assert known.find(X, OUT, OTHER)[2] == OTHER
-        assert known.find(X, None, OTHER) == NOT_READY
+        assert calls.lookup(X, OUT)[2] == CURRENT
+        assert calls.lookup(X, OUT, OTHER)[2] == OTHER
+        assert calls.lookup(X, None, OTHER) == MISS
 
 
-def test_new_results(known: Known):
-    """They come to places in turn, and to new ones when the call is known."""
+def test_new_results(calls: Calls):
+    """They come to places in turn, and to new ones when the call is cached."""
     for free in (2, 3, 2, 3, 4, 5, 4, 2, 3, 5):
-        known.library.free = free << 16
-        ready, result, _ = known.find(X, None)
+        calls.library.free = free << 16
+        ready, result, _ = calls.lookup(X, None)
         assert ready.argument == (X.address, result.address) == (X.address, free << 16)

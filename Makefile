@@ -12,7 +12,7 @@
 # make sanitizers    runs every kernel under the four tools of compute-sanitizer, on two ranks of one GPU
 # make sass          compiles every kernel for every GPU that NVRTC knows, and looks for packets that are not one access
 # make check         lint, format, types
-# make engines       fetches the newest vLLM and SGLang, and checks that our class still fits their calls
+# make serving       fetches the newest vLLM and SGLang, and checks that our class still fits their calls
 # make serve-vllm    runs vLLM with ipcreduce, with its own all-reduce and with NCCL on two GPUs, and compares them
 # make pictures      draws the pictures of README.md and docs/ anew, from the results in benchmarks/results
 # make docs          builds docs/ into docs/_build, in .venv-docs; warnings are errors
@@ -27,7 +27,7 @@ VENV ?= .venv
 MPIRUN ?=
 export MPIRUN
 
-demo quick test coverage failures fuzz mutants sanitizers sass engines check pictures:
+demo quick test coverage failures fuzz mutants sanitizers sass serving check pictures:
 	@$(PYTHON) -m tests.tools.run $@ $(if $(VENV),--venv "$(VENV)")
 
 test-cuda12:
@@ -45,4 +45,4 @@ models serve-vllm:
 limits:
 	@$(PYTHON) -m tests.tools.times
 
-.PHONY: demo quick test coverage limits test-pythons test-cuda12 failures fuzz mutants sanitizers sass engines check pictures docs release models serve-vllm
+.PHONY: demo quick test coverage limits test-pythons test-cuda12 failures fuzz mutants sanitizers sass serving check pictures docs release models serve-vllm

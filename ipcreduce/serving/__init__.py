@@ -1,7 +1,8 @@
 """Collectives for the tensor-parallel groups of the servers vLLM and SGLang, in place of the servers' own.
 
 Set the environment variable ``IPCREDUCE_ENGINES=1`` to use it. Without the variable, the two entry points below do
-nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has run in vLLM 0.26.0 and SGLang 0.5.17.
+nothing. ``ipcreduce.serving.all_reduce`` has the class that the servers make. It has run in vLLM 0.26.0 and SGLang
+0.5.17.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _log = logging.getLogger("ipcreduce.serving")
 
 
 def vllm_plugin() -> None:
-    """Let vLLM make EngineAllReduce in place of its CustomAllreduce. Entry point of ``vllm.general_plugins``.
+    """Let vLLM make ServingAllReduce in place of its CustomAllreduce. Entry point of ``vllm.general_plugins``.
 
     The log of ipcreduce then goes where vLLM's log goes. vLLM may call this more than once.
 
@@ -43,7 +44,7 @@ def vllm_plugin() -> None:
     from vllm.platforms import current_platform
 
     from . import groups
-    from .seat import EngineAllReduce
+    from .all_reduce import ServingAllReduce
 
     log, theirs = logging.getLogger("ipcreduce"), logging.getLogger("vllm")
     for handler in set(theirs.handlers) - set(log.handlers):
@@ -54,8 +55,8 @@ def vllm_plugin() -> None:
         return
     if not hasattr(custom_all_reduce, "CustomAllreduce"):
         raise UnsupportedError(f"this vLLM has no {_VLLM_MODULE}.CustomAllreduce. Unset IPCREDUCE_ENGINES")
-    custom_all_reduce.CustomAllreduce = EngineAllReduce
-    _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's EngineAllReduce", _VLLM_MODULE)
+    custom_all_reduce.CustomAllreduce = ServingAllReduce
+    _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's ServingAllReduce", _VLLM_MODULE)
     groups.close_with(parallel_state.GroupCoordinator)
     groups.serve(parallel_state.GroupCoordinator, cuda_communicator.CudaCommunicator)
     if not is_on("IPCREDUCE_BATCH_INVARIANT") and os.environ.get(_INVARIANT, "0") not in ("", "0"):
@@ -87,28 +88,28 @@ def _bring_the_pass(platform: Any) -> None:
 
     from . import fusion
 
-    fusion.define(_seat_of)  # now, because a compiled model may come from vLLM's cache
+    fusion.define(_reducer_of)  # now, because a compiled model may come from vLLM's cache
     theirs = VllmConfig.compute_hash
     VllmConfig.compute_hash = lambda self: f"{theirs(self)}-ipcreduce-{fusion.key()}"
     platform.get_pass_manager_cls = lambda: _PASS_MANAGER
     _log.info("IPCREDUCE_FUSED=1: vLLM compiles all-reduces and the RMSNorms that follow them to one call of ipcreduce")
 
 
-def _seat_of(name: str) -> Any:
-    """The EngineAllReduce of vLLM's group of this name."""
+def _reducer_of(name: str) -> Any:
+    """The ServingAllReduce of vLLM's group of this name."""
     from vllm.distributed import parallel_state
 
-    from .seat import EngineAllReduce
+    from .all_reduce import ServingAllReduce
 
     group = parallel_state._groups[name]()
     found = None if group is None else group.device_communicator.ca_comm
-    if not isinstance(found, EngineAllReduce):
+    if not isinstance(found, ServingAllReduce):
         raise UnsupportedError(f"the group {name} has no all-reduce of ipcreduce. Unset IPCREDUCE_FUSED")
     return found
 
 
 def sglang_plugin() -> None:
-    """Let SGLang choose EngineAllReduce for its groups and call its collectives. Entry point of ``sglang.srt.plugins``.
+    """Let SGLang choose ServingAllReduce for groups and call its collectives. Entry point of ``sglang.srt.plugins``.
 
     On NVIDIA's GPUs SGLang asks FlashInfer for an all-reduce with RMSNorm, and never the object of the group. Newer
     releases then ask FlashInfer for others, too. With ``IPCREDUCE_FUSED=1`` they ask this object first.
@@ -119,7 +120,7 @@ def sglang_plugin() -> None:
 
     HookRegistry.register(_SGLANG_TARGET, _choose, HookType.REPLACE)
     HookRegistry.register(_SGLANG_GROUP, _serve, HookType.AFTER)
-    _log.info("IPCREDUCE_ENGINES=1: %s now chooses ipcreduce's EngineAllReduce", _SGLANG_TARGET)
+    _log.info("IPCREDUCE_ENGINES=1: %s now chooses ipcreduce's ServingAllReduce", _SGLANG_TARGET)
     if is_on("IPCREDUCE_FUSED"):
         HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_FUSED}", _normalise, HookType.AROUND)
         if hasattr(import_module(_SGLANG_FLASHINFER), _SGLANG_PLAIN):  # 0.5.17 has it not
@@ -132,13 +133,13 @@ def sglang_plugin() -> None:
 
 
 def _choose(group: Any, device: Any) -> type:
-    from .seat import EngineAllReduce
+    from .all_reduce import ServingAllReduce
 
-    return EngineAllReduce
+    return ServingAllReduce
 
 
 def _serve(result: None, group: Any, *_: Any, **__: Any) -> None:
-    """Give a group of SGLang, which is made now, the collectives of its EngineAllReduce."""
+    """Give a group of SGLang, which is made now, the collectives of its ServingAllReduce."""
     from .groups import take
     from .methods import SGLangMethods
 
@@ -152,11 +153,11 @@ def _normalise(theirs: Any, **named: Any) -> Any:
     """
     import torch
 
-    seat = None if torch.compiler.is_compiling() else _sglang_seat(_ranks_of(**named))
+    reducer = None if torch.compiler.is_compiling() else _sglang_reducer(_ranks_of(**named))
     found = None
-    if seat is not None:
+    if reducer is not None:
         x, residual, weight, eps = (named[name] for name in ("input_tensor", "residual", "weight", "eps"))
-        found = seat.fused_allreduce_rmsnorm(x, residual, weight, eps)
+        found = reducer.fused_allreduce_rmsnorm(x, residual, weight, eps)
     return theirs(**named) if found is None else found
 
 
@@ -164,8 +165,8 @@ def _asks_flashinfer(theirs: Any, tensor: Any, **named: Any) -> bool:
     """True if SGLang asks FlashInfer for a plain all-reduce: by its own answer, but for those that ipcreduce takes."""
     import torch
 
-    seat = None if torch.compiler.is_compiling() else _sglang_seat(named["expected_world_size"])
-    return False if seat is not None and seat.should_custom_ar(tensor) else theirs(tensor, **named)
+    reducer = None if torch.compiler.is_compiling() else _sglang_reducer(named["expected_world_size"])
+    return False if reducer is not None and reducer.should_custom_ar(tensor) else theirs(tensor, **named)
 
 
 def _ranks_of(*, use_attn_tp_group: bool = True, **_: Any) -> int:
@@ -177,11 +178,11 @@ def _ranks_of(*, use_attn_tp_group: bool = True, **_: Any) -> int:
     return int(sizes.attn_tp_size if use_attn_tp_group else experts)
 
 
-def _sglang_seat(ranks: int) -> Any:
-    """The EngineAllReduce of SGLang's tensor-parallel group, if that has so many ranks; else None."""
+def _sglang_reducer(ranks: int) -> Any:
+    """The ServingAllReduce of SGLang's tensor-parallel group, if that has so many ranks; else None."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from .seat import EngineAllReduce
+    from .all_reduce import ServingAllReduce
 
     group = get_tp_group()
-    return group.ca_comm if ranks == group.world_size and isinstance(group.ca_comm, EngineAllReduce) else None
+    return group.ca_comm if ranks == group.world_size and isinstance(group.ca_comm, ServingAllReduce) else None

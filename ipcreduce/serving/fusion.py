@@ -31,14 +31,14 @@ _library.define(
 
 
 @cache
-def define(seat_of: Callable[[str], Any]) -> None:
-    """Give the operators their kernel, once. ``seat_of`` finds the EngineAllReduce of a group by the group's name."""
+def define(reducer_of: Callable[[str], Any]) -> None:
+    """Give the operators their kernel, once. ``reducer_of`` finds a group's ServingAllReduce by the group's name."""
 
     def kernel(
         x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, bias: float, group: str,
         scale: torch.Tensor | None = None,
     ) -> Pair:  # fmt: skip
-        found: Pair = seat_of(group).normalise(x, weight, residual, eps, bias, scale)
+        found: Pair = reducer_of(group).normalise(x, weight, residual, eps, bias, scale)
         return found
 
     for name, shapes in (("all_reduce_rmsnorm", _shapes), ("all_reduce_rmsnorm_fp8", _quantised_shapes)):

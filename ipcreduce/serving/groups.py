@@ -1,4 +1,4 @@
-"""The servers' groups of ranks: each gets its seat's collectives, and closes the seat when it ends.
+"""The servers' groups of ranks: each gets its reducer's collectives, and closes the all-reduce when it ends.
 
 Servers make no all-reduce of their own where the batch must not change a bit, and leave all sums to NCCL. Those of
 ipcreduce do not depend on the batch either: with IPCREDUCE_BATCH_INVARIANT=1 tensor-parallel groups get its all-reduce
@@ -20,10 +20,10 @@ def close_with(group: type) -> None:
     """Let a group of this class close its all-reduce before it ends, on every rank, as vLLM only drops it."""
 
     def then(theirs: Any, self: Any, *given: Any, **named: Any) -> None:
-        from .seat import EngineAllReduce
+        from .all_reduce import ServingAllReduce
 
         found = getattr(getattr(self, "device_communicator", None), "ca_comm", None)
-        if isinstance(found, EngineAllReduce):
+        if isinstance(found, ServingAllReduce):
             found.close()  # while the group is whole
         theirs(self, *given, **named)
 
@@ -55,13 +55,13 @@ def take(owner: Any, methods: type) -> None:
 
     A tensor-parallel group that has none gets it before, if IPCREDUCE_BATCH_INVARIANT is set.
     """
+    from .all_reduce import ServingAllReduce
     from .methods import give
-    from .seat import EngineAllReduce
 
     is_ours = owner.world_size > 1 and owner.unique_name.partition(":")[0] == "tp"
     if owner.ca_comm is None and is_ours and is_on("IPCREDUCE_BATCH_INVARIANT"):
-        owner.ca_comm = EngineAllReduce(owner.cpu_group, owner.device)
-    if isinstance(owner.ca_comm, EngineAllReduce):
+        owner.ca_comm = ServingAllReduce(owner.cpu_group, owner.device)
+    if isinstance(owner.ca_comm, ServingAllReduce):
         give(owner, methods)
 
 

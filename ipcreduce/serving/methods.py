@@ -1,4 +1,4 @@
-"""The collectives of the servers' groups: each asks the group's seat first, and then the server's own method.
+"""The collectives of the servers' groups: each asks the group's reducer first, and then the server's own method.
 
 An object of a server gets the methods by a class of its own, made of one of these and the class that it had. So
 torch.compile sees what it saw before: both servers call most of the methods within operators of theirs.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .seat import EngineAllReduce
+from .all_reduce import ServingAllReduce
 
 Sizes = Sequence[int] | None
 
@@ -30,9 +30,9 @@ def _joined(methods: type, theirs: type) -> type:
     return type(theirs.__name__, (methods, theirs), {"__module__": theirs.__module__})
 
 
-def _found(seat: Any) -> EngineAllReduce | None:
-    """The seat, if it is ours now: servers take it away for a time, and when they end."""
-    return seat if isinstance(seat, EngineAllReduce) else None
+def _found(reducer: Any) -> ServingAllReduce | None:
+    """The all-reduce, if it is ours now: servers take it away for a time, and when they end."""
+    return reducer if isinstance(reducer, ServingAllReduce) else None
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,21 +42,21 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Methods:
-    """The calls of a seat by an object that has it as ``ca_comm``. Each result is None where the seat declines."""
+    """The calls of a reducer by an object that has it as ``ca_comm``. Each result is None where it declines."""
 
     ca_comm: Any
 
     def _gather(self, x: Any, axis: int, sizes: Sizes = None, out: Any = None) -> Any:
-        seat = _found(self.ca_comm)
-        return None if seat is None else seat.make_all_gather(x, axis, sizes, out)
+        reducer = _found(self.ca_comm)
+        return None if reducer is None else reducer.make_all_gather(x, axis, sizes, out)
 
     def _scatter(self, x: Any, axis: int, sizes: Sizes = None, out: Any = None) -> Any:
-        seat = _found(self.ca_comm)
-        return None if seat is None else seat.make_reduce_scatter(x, axis, sizes, out)
+        reducer = _found(self.ca_comm)
+        return None if reducer is None else reducer.make_reduce_scatter(x, axis, sizes, out)
 
     def _send(self, x: Any, root: int) -> Any:
-        seat = _found(self.ca_comm)
-        return None if seat is None else seat.make_broadcast(x, root)
+        reducer = _found(self.ca_comm)
+        return None if reducer is None else reducer.make_broadcast(x, root)
 
 
 class CommunicatorMethods(_Methods):

@@ -10,7 +10,7 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.distributed import parallel_state
 
 from . import fusion
-from .seat import EngineAllReduce
+from .all_reduce import ServingAllReduce
 
 _log = logging.getLogger("ipcreduce.serving")
 
@@ -38,9 +38,9 @@ class PassManager(PostGradPassManager):  # type: ignore[misc]
         super().configure(config)
         passes = config.compilation_config.pass_config
         group = parallel_state.get_tp_group()
-        seat = getattr(group.device_communicator, "ca_comm", None)
+        reducer = getattr(group.device_communicator, "ca_comm", None)
         in_parts = getattr(passes, "enable_sp", False)  # vLLM 0.33.0 has no such pass any more
-        if in_parts or not isinstance(seat, EngineAllReduce) or seat.disabled:
-            _log.warning("IPCREDUCE_FUSED has no effect: this engine has no all-reduces of ipcreduce to fuse")
+        if in_parts or not isinstance(reducer, ServingAllReduce) or reducer.disabled:
+            _log.warning("IPCREDUCE_FUSED has no effect: this server has no all-reduces of ipcreduce to fuse")
             return
         self.passes.insert(int(bool(passes.eliminate_noops)), FusedNorms(group.unique_name))

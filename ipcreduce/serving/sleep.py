@@ -24,21 +24,21 @@ _PLACES = (  # the module, the class, and the methods that give memory back and 
 _log = logging.getLogger("ipcreduce.serving")
 
 
-class Seat(Protocol):
+class Reducer(Protocol):
     """An all-reduce of a server."""
 
     def suspend(self) -> None: ...
     def resume(self) -> None: ...
 
 
-_seats: list[weakref.ref[Seat]] = []  # in the order in which they were made, which is the same on every rank
+_reducers: list[weakref.ref[Reducer]] = []  # in the order in which they were made, which is the same on every rank
 _followed: list[type] = []  # the classes whose methods are wrapped
 _said: set[str] = set()
 
 
-def follow(seat: Seat) -> None:
-    """Suspend ``seat`` whenever the server sleeps, and resume it when the server wakes up, as long as it lives."""
-    _seats[:] = [*(one for one in _seats if one() is not None), weakref.ref(seat)]
+def follow(reducer: Reducer) -> None:
+    """Suspend ``reducer`` whenever the server sleeps, and resume it when the server wakes up, as long as it lives."""
+    _reducers[:] = [*(one for one in _reducers if one() is not None), weakref.ref(reducer)]
     for module, name, methods in _PLACES:
         kind = getattr(sys.modules.get(module), name, None)
         if isinstance(kind, type) and kind not in _followed and all(hasattr(kind, method) for method in methods):
@@ -56,24 +56,24 @@ def _wrap(kind: type, sleep: str, wake_up: str) -> None:
     @functools.wraps(fall_asleep)
     def asleep(*given: Any, **named: Any) -> Any:
         result = fall_asleep(*given, **named)
-        _each(lambda seat: seat.suspend())
+        _each(lambda reducer: reducer.suspend())
         return result
 
     @functools.wraps(wake)
     def awake(*given: Any, **named: Any) -> Any:
-        _each(lambda seat: seat.resume())
+        _each(lambda reducer: reducer.resume())
         return wake(*given, **named)
 
     setattr(kind, sleep, asleep)
     setattr(kind, wake_up, awake)
 
 
-def _each(do: Callable[[Seat], None]) -> None:
-    for one in _seats:
-        seat = one()
-        if seat is not None:
+def _each(do: Callable[[Reducer], None]) -> None:
+    for one in _reducers:
+        reducer = one()
+        if reducer is not None:
             try:
-                do(seat)
+                do(reducer)
             except UnsupportedError as error:
                 _warn(f"ipcreduce's memory stays while the server sleeps: {error}")
 

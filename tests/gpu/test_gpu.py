@@ -109,4 +109,4 @@ def test_memcheck_finds_nothing(kernel: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 @pytest.mark.skipif(machine.cuda()[0] < 2, reason="NCCL needs a GPU for each rank")
 def test_groups_of_servers(mpirun: Run) -> None:
-    assert mpirun("tests.gpu.seats", 2, timeout=300).stdout.count("right\n") == 2
+    assert mpirun("tests.gpu.serving", 2, timeout=300).stdout.count("right\n") == 2

@@ -72,7 +72,7 @@ inline resynchronise() {
   clear();
 #endif
 #ifndef BREAK_NO_QUIESCE
-  atomic { ALL(HAS_ENDED) || abort || lost -> running[r] = 0 }; /* Engine.quiesce: the last kernel has ended */
+  atomic { ALL(HAS_ENDED) || abort || lost -> running[r] = 0 }; /* IpcBackend.quiesce: the last kernel has ended */
 #endif
   quiet[r]++;
   meet();

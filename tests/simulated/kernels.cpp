@@ -87,7 +87,7 @@ static u32 abort_word;
 // Since all ranks began: ranks that are done, and operations, for the hang alarm.
 static std::atomic<int> finished, ended;
 
-static void reset() {  // as Engine.reset does, once every kernel has ended
+static void reset() {  // as IpcBackend.reset does, once every kernel has ended
   for (Rank& rank : world) {
     std::memset(rank.workspace, 0xFF, 2 * half_bytes);
     rank.epochs.assign(kEpochWords, 0);

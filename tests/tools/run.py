@@ -54,7 +54,7 @@ def main() -> int:
     commands = {
         "demo": demo, "quick": quick, "test": test, "test-cuda12": test_cuda12, "coverage": coverage,
         "failures": failures, "fuzz": fuzz, "mutants": mutants,
-        "models": models, "sanitizers": sanitizers, "sass": sass, "engines": engines,
+        "models": models, "sanitizers": sanitizers, "sass": sass, "serving": serving,
         "serve-vllm": serve_vllm, "check": check, "pictures": pictures, "docs": docs, "release": release.release,
     }  # fmt: skip
     parser = argparse.ArgumentParser(prog="tests.tools.run", description=__doc__)
@@ -178,8 +178,8 @@ def sass(python: str) -> int:
     return run(python, "-m", "tests.tools.sass", check=False)
 
 
-def engines(python: str) -> int:
-    os.environ["TEST_ENGINES"] = "1"
+def serving(python: str) -> int:
+    os.environ["TEST_SERVING"] = "1"
     return run(python, "-m", "pytest", "-q", "-rP", "tests/unit/test_serving_contracts.py", check=False)
 
 

@@ -232,7 +232,7 @@ IMPORTERS = {
         "ipcreduce.serving.fusion",
         "ipcreduce.serving.methods",
         "ipcreduce.serving.quantised",
-        "ipcreduce.serving.seat",
+        "ipcreduce.serving.all_reduce",
         *_OF_TORCH,
     },
     "vllm": {"ipcreduce.serving", "ipcreduce.serving.passes"},

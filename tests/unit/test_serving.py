@@ -1,4 +1,4 @@
-"""The plugins for the serving engines: inert unless they are asked for; what they change then, in stand-in engines."""
+"""The plugins for the servers: inert unless they are asked for; what they change then, in stand-ins."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def module(name: str, **names: Any) -> types.ModuleType:
 
 
 @pytest.fixture
-def seat(monkeypatch: pytest.MonkeyPatch) -> type:
-    """What the engines get in place of a class that needs PyTorch."""
-    ours = type("EngineAllReduce", (), {})
-    monkeypatch.setitem(sys.modules, "ipcreduce.serving.seat", module("seat", EngineAllReduce=ours))
+def reducer(monkeypatch: pytest.MonkeyPatch) -> type:
+    """What the servers get in place of a class that needs PyTorch."""
+    ours = type("ServingAllReduce", (), {})
+    monkeypatch.setitem(sys.modules, "ipcreduce.serving.all_reduce", module("all_reduce", ServingAllReduce=ours))
     return ours
 
 
@@ -102,7 +102,7 @@ def test_a_wrong_value_is_an_error(monkeypatch: pytest.MonkeyPatch):
             plugin()
 
 
-def test_vllm_makes_our_class_and_says_so(vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):
+def test_vllm_makes_our_class_and_says_so(vllm: types.ModuleType, reducer: type, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     said: list[str] = []
     handler = logging.Handler()
@@ -111,13 +111,13 @@ def test_vllm_makes_our_class_and_says_so(vllm: types.ModuleType, seat: type, mo
     logging.getLogger("vllm").setLevel(logging.INFO)
     for _ in range(2):  # vLLM loads plugins again in every process
         serving.vllm_plugin()
-    assert vllm.CustomAllreduce is seat
-    assert said == 2 * [f"IPCREDUCE_ENGINES=1: {vllm.__name__}.CustomAllreduce is now ipcreduce's EngineAllReduce"]
+    assert vllm.CustomAllreduce is reducer
+    assert said == 2 * [f"IPCREDUCE_ENGINES=1: {vllm.__name__}.CustomAllreduce is now ipcreduce's ServingAllReduce"]
     assert logging.getLogger("ipcreduce").handlers == [handler]
 
 
 @pytest.mark.parametrize("text", ["", "0", "1"])
-def test_the_fused_pass_is_asked_for(text: str, vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):
+def test_the_fused_pass_is_asked_for(text: str, vllm: types.ModuleType, reducer: type, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     monkeypatch.setenv("IPCREDUCE_FUSED", text)
     platforms: list[Any] = []
@@ -132,7 +132,7 @@ def test_sums_that_do_not_depend_on_the_batch(
     asked: bool,
     invariant: str,
     vllm: types.ModuleType,
-    seat: type,
+    reducer: type,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
@@ -153,7 +153,7 @@ def test_sums_that_do_not_depend_on_the_batch(
 def test_flashinfer_does_not_come_first_unnoticed(
     given: str | None,
     vllm: types.ModuleType,
-    seat: type,
+    reducer: type,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
@@ -174,7 +174,7 @@ def test_flashinfer_does_not_come_first_unnoticed(
 
 
 def test_a_stand_in_for_flashinfer_counts_as_flashinfer(
-    vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch
+    vllm: types.ModuleType, reducer: type, monkeypatch: pytest.MonkeyPatch
 ):
     """One that another package has put into sys.modules, without what the import system adds."""
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
@@ -188,11 +188,11 @@ def test_a_stand_in_for_flashinfer_counts_as_flashinfer(
         serving._come_before_flashinfer.cache_clear()
         os.environ.pop(serving._FLASHINFER, None)
         serving.vllm_plugin()
-        assert vllm.CustomAllreduce is seat
+        assert vllm.CustomAllreduce is reducer
         assert os.environ[serving._FLASHINFER] == "0"
 
 
-def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):
+def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, reducer: type, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: False)
     serving.vllm_plugin()
@@ -204,12 +204,12 @@ def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, seat: type, monkeypatc
 
 
 @pytest.fixture
-def hooks(seat: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, str]]:
+def hooks(reducer: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, str]]:
     """What is registered in a stand-in for SGLang, which has a tensor-parallel group of two ranks with our class."""
     found: list[tuple[str, Any, str]] = []
     registry = types.SimpleNamespace(register=lambda *hook: found.append(hook))
     kinds = types.SimpleNamespace(REPLACE="replace", AROUND="around", AFTER="after")
-    group = types.SimpleNamespace(world_size=2, ca_comm=object.__new__(seat))
+    group = types.SimpleNamespace(world_size=2, ca_comm=object.__new__(reducer))
     sizes = types.SimpleNamespace(attn_tp_size=2, moe_ep_size=1, moe_tp_size=2)
     modules = {
         "plugins.hook_registry": {"HookRegistry": registry, "HookType": kinds},
@@ -226,7 +226,7 @@ def hooks(seat: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, s
 
 
 def test_sglang_chooses_our_class(
-    seat: type, hooks: list[tuple[str, Any, str]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    reducer: type, hooks: list[tuple[str, Any, str]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):  # fmt: skip
     with caplog.at_level("INFO", "ipcreduce.serving"):
         serving.sglang_plugin()
@@ -241,18 +241,18 @@ def test_sglang_chooses_our_class(
     assert (target, kind) == (
         "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "replace"
     )  # fmt: skip
-    assert choose(group=None, device=None) is seat
+    assert choose(group=None, device=None) is reducer
 
 
 FUSED_CALL = {"input_tensor": "x", "residual": "r", "weight": "w", "eps": 1e-6, "max_token_num": 2048}
 
 
 @pytest.fixture
-def with_norms(hooks: list[tuple[str, Any, str]], seat: type, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def with_norms(hooks: list[tuple[str, Any, str]], reducer: type, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The further hooks with IPCREDUCE_FUSED=1, by the name of the function. Ours gives "ours" and its arguments."""
     monkeypatch.setenv("IPCREDUCE_FUSED", "1")
-    monkeypatch.setattr(seat, "fused_allreduce_rmsnorm", lambda self, *given: ("ours", *given), raising=False)
-    monkeypatch.setattr(seat, "should_custom_ar", lambda self, tensor: tensor == "x", raising=False)
+    monkeypatch.setattr(reducer, "fused_allreduce_rmsnorm", lambda self, *given: ("ours", *given), raising=False)
+    monkeypatch.setattr(reducer, "should_custom_ar", lambda self, tensor: tensor == "x", raising=False)
     compiler = types.SimpleNamespace(is_compiling=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", module("torch", compiler=compiler))
     serving.sglang_plugin()
@@ -302,10 +302,10 @@ def of_other_sizes(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
 
 
 @pytest.mark.parametrize("reason", ["declined", "compiled", "attention", "experts", "tensor experts", "another class"])
-def test_sglang_asks_flashinfer_for_the_rest(fused: Any, seat: type, monkeypatch: pytest.MonkeyPatch, reason: str):
+def test_sglang_asks_flashinfer_for_the_rest(fused: Any, reducer: type, monkeypatch: pytest.MonkeyPatch, reason: str):
     more: dict[str, bool] = {}
     if reason == "declined":
-        monkeypatch.setattr(seat, "fused_allreduce_rmsnorm", lambda self, *given: None)
+        monkeypatch.setattr(reducer, "fused_allreduce_rmsnorm", lambda self, *given: None)
     elif reason == "compiled":
         monkeypatch.setattr(sys.modules["torch"].compiler, "is_compiling", lambda: True)
     elif reason == "attention":

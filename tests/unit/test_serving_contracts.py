@@ -1,4 +1,4 @@
-"""The class for the serving engines against the newest releases of these: ``make engines`` fetches their Python files.
+"""The class for the servers against the newest releases of these: ``make serving`` fetches their Python files.
 
 They are read, not imported. The same reader is tried on a small engine of ours each time.
 """
@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import engine_sources
+from tests.tools import serving_sources
 from tests.tools.machine import ROOT
 
 asked_for = pytest.mark.skipif(
-    not os.environ.get("TEST_ENGINES"), reason="fetches releases of vLLM and SGLang: make engines"
+    not os.environ.get("TEST_SERVING"), reason="fetches releases of vLLM and SGLang: make serving"
 )
 
 
-class Seat:
-    """The interface of EngineAllReduce, from its source: importing it needs PyTorch."""
+class Reducer:
+    """The interface of ServingAllReduce, from its source: importing it needs PyTorch."""
 
     def __init__(self) -> None:
-        tree = engine_sources.definition(ROOT / "ipcreduce" / "serving" / "seat.py", "EngineAllReduce")
+        tree = serving_sources.definition(ROOT / "ipcreduce" / "serving" / "all_reduce.py", "ServingAllReduce")
         self.methods = {node.name: signature(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
         stored = {
             node.attr
@@ -36,7 +36,7 @@ class Seat:
         constants = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.members = self.methods.keys() | stored | constants
 
-    def problems(self, uses: Iterable[engine_sources.Use]) -> list[str]:
+    def problems(self, uses: Iterable[serving_sources.Use]) -> list[str]:
         """The uses that do not fit."""
         found = []
         for use in uses:
@@ -88,11 +88,11 @@ def test_the_reader_sees_what_is_missing(tmp_path: Path):
         "        comm = self.ca_comm if self.x else None\n"
         "        return isinstance(comm, Theirs) and comm.their_secret\n"
     )
-    uses = list(engine_sources.uses(package))
+    uses = list(serving_sources.uses(package))
     assert [use.member for use in uses] == [
         "disabled", "should_custom_ar", "custom_all_reduce", "fused", "magic", "custom_all_gather"
     ]  # fmt: skip
-    assert Seat().problems(uses) == [
+    assert Reducer().problems(uses) == [
         "engine/state.py:5: custom_all_reduce: got an unexpected keyword argument 'stream'",
         "engine/state.py:9: no magic",
         "engine/state.py:9: custom_all_gather: missing a required argument: 'inp'",
@@ -100,22 +100,22 @@ def test_the_reader_sees_what_is_missing(tmp_path: Path):
 
 
 def checked(package: Path, at_least: set[str]) -> None:
-    """Every use fits, and among them are those that make the seat."""
-    uses = list(engine_sources.uses(package))
+    """Every use fits, and among them are those that make the all-reduce."""
+    uses = list(serving_sources.uses(package))
     assert at_least <= {use.member for use in uses}
-    assert Seat().problems(uses) == []
+    assert Reducer().problems(uses) == []
 
 
 @asked_for
 def test_vllm(tmp_path: Path):
-    version, package = engine_sources.fetch("vllm", tmp_path)
+    version, package = serving_sources.fetch("vllm", tmp_path)
     print(f"vLLM {version}")
     communicators = package / "distributed" / "device_communicators"
-    engine_sources.definition(communicators / "custom_all_reduce.py", "CustomAllreduce")
-    made = engine_sources.calls_of(communicators / "cuda_communicator.py", "CustomAllreduce")
+    serving_sources.definition(communicators / "custom_all_reduce.py", "CustomAllreduce")
+    made = serving_sources.calls_of(communicators / "cuda_communicator.py", "CustomAllreduce")
     assert made
-    assert [misfit(Seat().methods["__init__"], call) for call in made] == [""] * len(made)
-    maker = engine_sources.definition(communicators / "cuda_communicator.py", "CudaCommunicator.__init__")
+    assert [misfit(Reducer().methods["__init__"], call) for call in made] == [""] * len(made)
+    maker = serving_sources.definition(communicators / "cuda_communicator.py", "CudaCommunicator.__init__")
     assert any(  # when it is called: so the plugin's change is seen
         isinstance(node, ast.ImportFrom)
         and node.module == "vllm.distributed.device_communicators.custom_all_reduce"
@@ -124,7 +124,7 @@ def test_vllm(tmp_path: Path):
     )
     assert '"vllm.general_plugins"' in (package / "plugins" / "__init__.py").read_text()
     for name in ("Platform.is_cuda", "Platform.get_pass_manager_cls"):
-        engine_sources.definition(package / "platforms" / "interface.py", name)
+        serving_sources.definition(package / "platforms" / "interface.py", name)
     check_what_groups_need(package)
     check_what_methods_need_of_vllm(package)
     check_what_the_pass_needs(package)
@@ -134,13 +134,13 @@ def test_vllm(tmp_path: Path):
 def check_what_groups_need(package: Path) -> None:
     """A group's communicator has these members when our all-reduce is made, and holds it when the group ends."""
     distributed = package / "distributed"
-    ends = ast.unparse(engine_sources.definition(distributed / "parallel_state.py", "GroupCoordinator.destroy"))
+    ends = ast.unparse(serving_sources.definition(distributed / "parallel_state.py", "GroupCoordinator.destroy"))
     assert "self.device_communicator" in ends
     files = distributed / "device_communicators"
-    makes = ast.unparse(engine_sources.definition(files / "cuda_communicator.py", "CudaCommunicator.__init__"))
+    makes = ast.unparse(serving_sources.definition(files / "cuda_communicator.py", "CudaCommunicator.__init__"))
     assert "self.ca_comm" in makes
     base = ast.unparse(
-        engine_sources.definition(files / "base_device_communicator.py", "DeviceCommunicatorBase.__init__")
+        serving_sources.definition(files / "base_device_communicator.py", "DeviceCommunicatorBase.__init__")
     )
     for member in ("cpu_group", "device", "unique_name", "world_size"):
         assert f"self.{member} = " in base, member
@@ -148,12 +148,12 @@ def check_what_groups_need(package: Path) -> None:
 
 def check_methods(file: Path, group: str, ours: str, at_least: set[str]) -> None:
     """Every method that we give to an object of the server is one of its own, with the same parameters."""
-    methods = engine_sources.definition(ROOT / "ipcreduce" / "serving" / "methods.py", ours)
+    methods = serving_sources.definition(ROOT / "ipcreduce" / "serving" / "methods.py", ours)
     found = set()
     for node in methods.body:
         if isinstance(node, ast.FunctionDef) and node.name != "ca_comm":
             try:
-                theirs = engine_sources.definition(file, f"{group}.{node.name}")
+                theirs = serving_sources.definition(file, f"{group}.{node.name}")
             except LookupError:
                 continue
             assert isinstance(theirs, ast.FunctionDef)
@@ -172,10 +172,10 @@ def check_what_methods_need_of_vllm(package: Path) -> None:
     check_methods(state, "GroupCoordinator", "VllmGroupMethods", {"broadcast"})
     assert "self.pynccl_comm" in cuda.read_text()
     for name in ("all_gather", "reduce_scatter"):  # an operator, which finds the communicator when it runs
-        way = ast.unparse(engine_sources.definition(state, f"GroupCoordinator._{name}_out_place"))
+        way = ast.unparse(serving_sources.definition(state, f"GroupCoordinator._{name}_out_place"))
         assert f"self.device_communicator.{name}(" in way
     made = ast.unparse(
-        engine_sources.definition(distributed / "device_communicators" / "pynccl.py", "PyNcclCommunicator.__init__")
+        serving_sources.definition(distributed / "device_communicators" / "pynccl.py", "PyNcclCommunicator.__init__")
     )
     assert "envs.VLLM_DISABLE_PYNCCL" in made
 
@@ -186,37 +186,37 @@ def check_what_methods_need_of_sglang(state: Path) -> None:
         "reduce_scatterv", "broadcast",
     }  # fmt: skip
     check_methods(state, "GroupCoordinator", "SGLangMethods", names)
-    makes = ast.unparse(engine_sources.definition(state, "GroupCoordinator.__init__"))
+    makes = ast.unparse(serving_sources.definition(state, "GroupCoordinator.__init__"))
     for member in ("cpu_group", "device", "unique_name", "world_size", "ca_comm"):
         assert f"self.{member}" in makes, member
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        operator = ast.unparse(engine_sources.definition(state, f"reg_{name}"))
+        operator = ast.unparse(serving_sources.definition(state, f"reg_{name}"))
         assert f"group._{name}(output, input)" in operator
 
 
 def check_what_the_pass_needs(package: Path) -> None:
     passes = package / "compilation" / "passes"
     assert "current_platform.get_pass_manager_cls()" in (package / "compilation" / "backends.py").read_text()
-    configure = engine_sources.definition(passes / "pass_manager.py", "PostGradPassManager.configure")
+    configure = serving_sources.definition(passes / "pass_manager.py", "PostGradPassManager.configure")
     assert [arg.arg for arg in configure.args.args] == ["self", "config"]
     added = [ast.unparse(node.value) for node in ast.walk(configure) if isinstance(node, ast.AugAssign)]
     assert added[0] == "[NoOpEliminationPass(config)]", "ours is the second, or the first where this is off"
-    engine_sources.definition(passes / "inductor_pass.py", "InductorPass.uuid")
-    engine_sources.definition(package / "config" / "vllm.py", "VllmConfig.compute_hash")
+    serving_sources.definition(passes / "inductor_pass.py", "InductorPass.uuid")
+    serving_sources.definition(package / "config" / "vllm.py", "VllmConfig.compute_hash")
     state = package / "distributed" / "parallel_state.py"
-    engine_sources.definition(state, "get_tp_group")
-    reduced = engine_sources.definition(state, "all_reduce")
+    serving_sources.definition(state, "get_tp_group")
+    reduced = serving_sources.definition(state, "all_reduce")
     assert [arg.arg for arg in reduced.args.args] == ["tensor", "group_name"]
     assert "_groups[group_name]()" in ast.unparse(reduced)
     for name, wanted in (
         ("rms_norm", ["x", "weight", "epsilon", "variance_size"]),
         ("fused_add_rms_norm", ["x", "x_residual", "weight", "epsilon", "variance_size"]),
     ):
-        operator = engine_sources.definition(package / "ir" / "ops" / "layernorm.py", name)
+        operator = serving_sources.definition(package / "ir" / "ops" / "layernorm.py", name)
         assert [arg.arg for arg in operator.args.args] == wanted
     called = (package / "_custom_ops.py").read_text()
     assert "torch.ops._C.static_scaled_fp8_quant(output, input, scale, group_shape)" in called
-    quant = engine_sources.definition(
+    quant = serving_sources.definition(
         package / "model_executor" / "layers" / "quantization" / "input_quant_fp8.py", "QuantFP8.forward_native"
     )
     for step in (".reciprocal()", "out.clamp(_FP8_MIN, _FP8_MAX).to(_FP8_DTYPE)"):
@@ -228,41 +228,41 @@ NAMED = {"input_tensor", "residual", "weight", "eps"}  # what our hook reads of 
 
 @asked_for
 def test_sglang(tmp_path: Path):
-    version, package = engine_sources.fetch("sglang", tmp_path)
+    version, package = serving_sources.fetch("sglang", tmp_path)
     print(f"SGLang {version}")
     communicators = package / "srt" / "distributed" / "device_communicators"
-    chooser = engine_sources.definition(communicators / "custom_all_reduce.py", "dispatch_custom_allreduce")
+    chooser = serving_sources.definition(communicators / "custom_all_reduce.py", "dispatch_custom_allreduce")
     assert [arg.arg for arg in chooser.args.args] == ["group", "device"]
     state = package / "srt" / "distributed" / "parallel_state.py"
-    for name, wanted in (("dispatch_custom_allreduce", signature(chooser)), ("CAClass", Seat().methods["__init__"])):
-        calls = engine_sources.calls_of(state, name)
+    for name, wanted in (("dispatch_custom_allreduce", signature(chooser)), ("CAClass", Reducer().methods["__init__"])):
+        calls = serving_sources.calls_of(state, name)
         assert [misfit(wanted, call) for call in calls] == [""]
     check_what_methods_need_of_sglang(state)
     plugins = package / "srt" / "plugins"
     assert '"sglang.srt.plugins"' in (plugins / "__init__.py").read_text()
-    register = engine_sources.definition(plugins / "hook_registry.py", "HookRegistry.register")
+    register = serving_sources.definition(plugins / "hook_registry.py", "HookRegistry.register")
     assert [arg.arg for arg in register.args.args][:4] == ["cls", "target", "hook", "hook_type"]
-    kinds = engine_sources.definition(plugins / "hook_registry.py", "HookType")
+    kinds = serving_sources.definition(plugins / "hook_registry.py", "HookType")
     assert all(kind in ast.unparse(kinds) for kind in ("REPLACE = 'replace'", "AROUND = 'around'", "AFTER = 'after'"))
-    fused = engine_sources.definition(
+    fused = serving_sources.definition(
         package / "srt" / "layers" / "flashinfer_comm_fusion.py", "flashinfer_allreduce_residual_rmsnorm"
     )
     assert {"use_attn_tp_group", *NAMED} <= {arg.arg for arg in fused.args.args}
-    plain = engine_sources.definition(
+    plain = serving_sources.definition(
         package / "srt" / "layers" / "flashinfer_comm_fusion.py", "can_use_flashinfer_allreduce"
     )
     assert [arg.arg for arg in plain.args.args] == ["input_"]
-    calls = engine_sources.calls_of(state, "can_use_flashinfer_allreduce")
+    calls = serving_sources.calls_of(state, "can_use_flashinfer_allreduce")
     assert calls
     assert all(len(call.args) == 1 and "expected_world_size" in {one.arg for one in call.keywords} for call in calls)
     norms = package / "srt" / "layers" / "layernorm.py"
-    calls = engine_sources.calls_of(norms, "flashinfer_allreduce_residual_rmsnorm")
+    calls = serving_sources.calls_of(norms, "flashinfer_allreduce_residual_rmsnorm")
     assert calls
     assert all(not call.args and {one.arg for one in call.keywords} >= NAMED for call in calls)
-    sizes = ast.unparse(engine_sources.definition(norms, "_forward_with_allreduce_fusion"))
+    sizes = ast.unparse(serving_sources.definition(norms, "_forward_with_allreduce_fusion"))
     for size in ("attn_tp_size", "moe_ep_size", "moe_tp_size"):
         assert f"get_parallel().{size}" in sizes
     assert "from sglang.srt.runtime_context import" in norms.read_text()
-    assert not engine_sources.definition(state, "get_tp_group").args.args
+    assert not serving_sources.definition(state, "get_tp_group").args.args
     wanted = {"disabled", "should_custom_ar", "custom_all_reduce", "capture", "close", "fused_allreduce_rmsnorm"}
     checked(package, wanted)

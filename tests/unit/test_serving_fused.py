@@ -1,4 +1,4 @@
-"""The fused call that SGLang asks the seat for, with stand-ins for PyTorch and the communicator."""
+"""The fused call that SGLang asks the all-reduce for, with stand-ins for PyTorch and the communicator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ipcreduce.errors import PeerLostError
 
 
 class Tensor:
-    """What the seat asks of a tensor."""
+    """What the all-reduce asks of a tensor."""
 
     def __init__(self, *shape: int, dtype: str = "bfloat16", device: str = "cuda:0", whole: bool = True) -> None:
         self.shape, self.dtype, self.device, self.whole = shape, dtype, device, whole
@@ -39,7 +39,7 @@ class Tensor:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The seat's module, over a stand-in for PyTorch."""
+    """The all-reduce's module, over a stand-in for PyTorch."""
     torch = types.ModuleType("torch")
     vars(torch).update({name: name for name in ("float16", "bfloat16", "float32", "int32")}, Tensor=Tensor)
     vars(torch).update(
@@ -47,21 +47,21 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
         zeros=lambda count, dtype, device: np.zeros(count, np.float32),
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.delitem(sys.modules, "ipcreduce.serving.seat", raising=False)
-    monkeypatch.setattr(serving, "seat", None, raising=False)  # the import sets it; it is undone afterwards
-    found = importlib.import_module("ipcreduce.serving.seat")
-    sys.modules.pop("ipcreduce.serving.seat")
+    monkeypatch.delitem(sys.modules, "ipcreduce.serving.all_reduce", raising=False)
+    monkeypatch.setattr(serving, "all_reduce", None, raising=False)  # the import sets it; it is undone afterwards
+    found = importlib.import_module("ipcreduce.serving.all_reduce")
+    sys.modules.pop("ipcreduce.serving.all_reduce")
     return found
 
 
 @pytest.fixture
 def comm(module: Any) -> Any:
-    return a_seat(module)
+    return a_reducer(module)
 
 
-def a_seat(module: Any) -> Any:
+def a_reducer(module: Any) -> Any:
     """One over a communicator that returns the arguments of its call."""
-    made = object.__new__(module.EngineAllReduce)
+    made = object.__new__(module.ServingAllReduce)
     made.device, made.max_size, made.disabled, made._takes_all = "cuda:0", 1024, False, False
     made._comm = types.SimpleNamespace(allreduce=lambda x: x, close=lambda: None)
     made._comm.allreduce_rmsnorm = lambda x, w, eps, *, residual, weight_bias: (x, w, eps, residual, weight_bias)
@@ -132,16 +132,16 @@ def test_what_is_declined_is_said_once(comm: Any, caplog: pytest.LogCaptureFixtu
 def test_what_is_taken_is_read_once(module: Any, text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_BATCH_INVARIANT", text)
     group = types.SimpleNamespace(rank=0, size=1, allgather=lambda part: [part])
-    seat = module.EngineAllReduce(group, "cpu")
-    seat.close()
-    assert seat._takes_all == (text == "1")
+    reducer = module.ServingAllReduce(group, "cpu")
+    reducer.close()
+    assert reducer._takes_all == (text == "1")
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_the_calls_served_are_told_once(module: Any, closed: bool, caplog: pytest.LogCaptureFixture):
     """At close(), or when the server drops the object; vLLM does only the second."""
     caplog.set_level("INFO", "ipcreduce")
-    comm, x = a_seat(module), Tensor(4, 64)
+    comm, x = a_reducer(module), Tensor(4, 64)
     comm.custom_all_reduce(x)
     comm.fused_allreduce_rmsnorm(x, x, Tensor(64), 1e-6)
     comm.custom_all_reduce(x)
@@ -160,16 +160,16 @@ def test_the_calls_served_are_told_once(module: Any, closed: bool, caplog: pytes
 
 
 def test_a_communicator_is_told_once(module: Any, caplog: pytest.LogCaptureFixture):
-    """By itself, and not by the seat, too. It is of one rank, over NumPy arrays in place of tensors."""
+    """By itself, and not by the all-reduce, too. It is of one rank, over NumPy arrays in place of tensors."""
     caplog.set_level("INFO")
     group = types.SimpleNamespace(rank=0, size=1, allgather=lambda part: [part])
-    seat = module.EngineAllReduce(group, "cpu")
+    reducer = module.ServingAllReduce(group, "cpu")
     try:
-        assert not seat.disabled
+        assert not reducer.disabled
         [record] = caplog.records
         assert "made a communicator" in record.getMessage()
     finally:
-        seat.close()
+        reducer.close()
 
 
 def test_an_error_of_the_fused_call_is_in_the_log(comm: Any, caplog: pytest.LogCaptureFixture):

@@ -14,7 +14,7 @@ from ipcreduce.serving import groups
 done: list[Any] = []
 
 
-class Seat:
+class Reducer:
     def __init__(self, group: Any, device: Any) -> None:
         done.append(("made", group, device))
 
@@ -23,9 +23,9 @@ class Seat:
 
 
 @pytest.fixture(autouse=True)
-def _seat(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("ipcreduce.serving.seat")
-    vars(module)["EngineAllReduce"] = Seat
+def _reducer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("ipcreduce.serving.all_reduce")
+    vars(module)["ServingAllReduce"] = Reducer
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     monkeypatch.delitem(sys.modules, "ipcreduce.serving.methods", raising=False)
@@ -56,15 +56,15 @@ def communicator() -> type:
 @pytest.mark.parametrize("own", [None, "theirs", "ours"])
 def test_a_group_closes_our_all_reduce_before_it_ends(own: str | None):
     class Group:
-        def __init__(self, seat: Any) -> None:
-            self.device_communicator = types.SimpleNamespace(ca_comm=seat)
+        def __init__(self, reducer: Any) -> None:
+            self.device_communicator = types.SimpleNamespace(ca_comm=reducer)
 
         def destroy(self) -> None:
             done.append("ended")
 
     for _ in range(2):  # vLLM loads plug-ins again in every process
         groups.close_with(Group)
-    Group(Seat("gloo", 1) if own == "ours" else own).destroy()
+    Group(Reducer("gloo", 1) if own == "ours" else own).destroy()
     assert [one for one in done if isinstance(one, str)] == ["closed"] * (own == "ours") + ["ended"]
     bare = Group(None)
     del bare.device_communicator
@@ -75,7 +75,7 @@ def test_a_group_closes_our_all_reduce_before_it_ends(own: str | None):
 def test_a_tensor_parallel_group_gets_our_all_reduce_where_it_has_none():
     kind = communicator()
     made = kind("gloo", 3, unique_name="tp:0")
-    assert isinstance(made.ca_comm, Seat)
+    assert isinstance(made.ca_comm, Reducer)
     assert done == [("made", "gloo", 3)]
 
 
@@ -100,7 +100,7 @@ def test_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
 def test_an_object_with_our_all_reduce_has_our_methods():
     """And stays what it was: of a class with the old name, and one class for all such objects."""
     kind = communicator()
-    one, other = (kind("gloo", 3, unique_name="tp:0", own=Seat("gloo", 3)) for _ in range(2))
+    one, other = (kind("gloo", 3, unique_name="tp:0", own=Reducer("gloo", 3)) for _ in range(2))
     assert type(one) is type(other)
     assert isinstance(one, kind)
     assert type(one).__name__ == kind.__name__

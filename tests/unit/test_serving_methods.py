@@ -1,6 +1,6 @@
-"""The collectives of the servers' objects, with stand-ins for the servers, the seat and PyTorch.
+"""The collectives of the servers' objects, with stand-ins for the servers, the all-reduce and PyTorch.
 
-tests/gpu/seats.py has them over a real seat.
+tests/gpu/serving.py has them over a real reducer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ipcreduce import serving
 from ipcreduce.errors import UnsupportedError
 
 
-class Seat:
+class Reducer:
     """One that gives its calls back, or declines them."""
 
     takes = True
@@ -35,7 +35,7 @@ class Server:
     """An object of a server, which gives the names and the arguments of its own methods back."""
 
     def __init__(self) -> None:
-        self.ca_comm: Any = Seat()
+        self.ca_comm: Any = Reducer()
         self.pynccl_comm = types.SimpleNamespace(disabled=False)
 
 
@@ -62,12 +62,12 @@ class Tensor:
 
 @pytest.fixture
 def methods(monkeypatch: pytest.MonkeyPatch) -> Any:
-    seat = types.ModuleType("ipcreduce.serving.seat")
-    vars(seat)["EngineAllReduce"] = Seat
+    reducer = types.ModuleType("ipcreduce.serving.all_reduce")
+    vars(reducer)["ServingAllReduce"] = Reducer
     torch = types.ModuleType("torch")
     vars(torch)["compiler"] = types.SimpleNamespace(is_compiling=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setitem(sys.modules, seat.__name__, seat)
+    monkeypatch.setitem(sys.modules, reducer.__name__, reducer)
     monkeypatch.delitem(sys.modules, "ipcreduce.serving.methods", raising=False)
     monkeypatch.setattr(serving, "methods", None, raising=False)  # the import sets it; it is undone afterwards
     found = importlib.import_module("ipcreduce.serving.methods")
@@ -88,7 +88,7 @@ def served(methods: Any, kind: str, names: tuple[str, ...]) -> Any:
     return made
 
 
-def test_the_calls_of_a_seat(methods: Any):
+def test_the_calls_of_a_reducer(methods: Any):
     vllm = served(methods, "CommunicatorMethods", VLLM)
     assert vllm.all_gather("x") == ("all_gather", "x", -1, None, None)
     assert vllm.all_gatherv("x", sizes=[1, 2]) == ("all_gather", "x", 0, [1, 2], None)

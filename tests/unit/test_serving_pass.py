@@ -46,7 +46,7 @@ def quantise_into(result: Any, rows: Any, scale: Any, parts: Any) -> None:
     result[: rows.shape[0]].copy_(to_e4m3(rows, scale))
 
 
-class Seat:
+class Reducer:
     """An all-reduce of two ranks with the same values, which notes the calls of the operators."""
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ def fusion() -> Iterator[Any]:
 
 
 @pytest.fixture
-def seat(fusion: Any) -> Seat:
-    made = Seat()
-    SEATS[GROUP] = made
-    fusion.define(SEATS.__getitem__)
+def reducer(fusion: Any) -> Reducer:
+    made = Reducer()
+    REDUCERS[GROUP] = made
+    fusion.define(REDUCERS.__getitem__)
     return made
 
 
-SEATS: dict[str, Seat] = {}
+REDUCERS: dict[str, Reducer] = {}
 
 
 def all_reduce(x: Any, group: str = GROUP) -> Any:
@@ -183,7 +183,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[float]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_graph_gives_the_same_after_the_pass(name: str, fusion: Any, seat: Seat):
+def test_a_graph_gives_the_same_after_the_pass(name: str, fusion: Any, reducer: Reducer):
     model, biases = CASES[name]
     generator = torch.Generator().manual_seed(1)
     x, residual, weight = (
@@ -192,7 +192,7 @@ def test_a_graph_gives_the_same_after_the_pass(name: str, fusion: Any, seat: Sea
     for node in fused(fusion, model, (x, residual, weight), len(biases)):
         found = node.meta["val"]
         assert [(tuple(one.shape), one.dtype) for one in found] == 2 * [((4, HIDDEN), torch.bfloat16)]
-    assert seat.biases == biases
+    assert reducer.biases == biases
 
 
 def fused(fusion: Any, model: Callable[..., Any], given: tuple[Any, ...], count: int) -> list[Any]:
@@ -242,31 +242,31 @@ QUANTISED: dict[str, tuple[Callable[..., Any], int]] = {  # how the rows of thre
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_a_quantisation_that_follows_is_included(name: str, fusion: Any, seat: Seat):
+def test_a_quantisation_that_follows_is_included(name: str, fusion: Any, reducer: Reducer):
     how, count = QUANTISED[name]
     generator = torch.Generator().manual_seed(1)
     x, residual, weight = (
         torch.randn(*shape, generator=generator).to(torch.bfloat16) for shape in ((4, HIDDEN), (4, HIDDEN), (HIDDEN,))
     )
     ours = fused(fusion, quantised_layers(how), (x, residual, weight, torch.tensor(0.03)), 3)
-    assert seat.biases == [0.0, 0.0, 1.0]
-    assert seat.scales == count
+    assert reducer.biases == [0.0, 0.0, 1.0]
+    assert reducer.scales == count
     dtypes = [node.meta["val"][0].dtype for node in ours]
     assert dtypes == [torch.float8_e4m3fn] * count + [torch.bfloat16] * (3 - count)
 
 
 @pytest.mark.parametrize("scale", ["float64", "two"])
-def test_a_scale_that_ours_does_not_take(scale: str, fusion: Any, seat: Seat):
+def test_a_scale_that_ours_does_not_take(scale: str, fusion: Any, reducer: Reducer):
     given = torch.tensor(0.03, dtype=torch.float64) if scale == "float64" else torch.tensor([[0.03] * 8 + [0.06] * 8])
     x, weight = torch.ones(4, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN, dtype=torch.bfloat16)
     model = quantised_layers(
         lambda y, s: (y.to(torch.float32) * s.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
     )
     fused(fusion, model, (x, x, weight, given), 3)
-    assert seat.scales == 0
+    assert reducer.scales == 0
 
 
-def test_the_operator_in_a_compiled_function(fusion: Any, seat: Seat):
+def test_the_operator_in_a_compiled_function(fusion: Any, reducer: Reducer):
     def function(x: Any, residual: Any, weight: Any) -> Any:
         y, total = torch.ops.ipcreduce_serving.all_reduce_rmsnorm(x, weight, residual, EPS, 0.0, GROUP)
         return y + 1, total
@@ -287,9 +287,9 @@ class Manager:
 
 @pytest.fixture
 def vllm(fusion: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stand-ins for what the pass and the plug-in take of vLLM; its group has our seat."""
-    seat = importlib.import_module("ipcreduce.serving.seat")
-    comm = object.__new__(seat.EngineAllReduce)
+    """Stand-ins for what the pass and the plug-in take of vLLM; its group has our all-reduce."""
+    all_reduce = importlib.import_module("ipcreduce.serving.all_reduce")
+    comm = object.__new__(all_reduce.ServingAllReduce)
     comm.disabled, comm._comm = False, types.SimpleNamespace(close=lambda: None)
     comm._count_calls()
     group = types.SimpleNamespace(unique_name=GROUP, device_communicator=types.SimpleNamespace(ca_comm=comm))
@@ -320,7 +320,7 @@ def configured(vllm: Any, **settings: bool) -> Any:
     return manager.passes
 
 
-def test_our_pass_comes_before_those_of_norms(vllm: Any, seat: Seat, caplog: pytest.LogCaptureFixture):
+def test_our_pass_comes_before_those_of_norms(vllm: Any, reducer: Reducer, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "ipcreduce")
     first, ours, last = configured(vllm)
     assert (first, last) == ("no-ops", "norms")
@@ -340,24 +340,24 @@ def test_without_our_all_reduce_there_is_no_pass(vllm: Any, caplog: pytest.LogCa
     assert configured(vllm) == ["no-ops", "norms"]
     assert caplog.text.count("IPCREDUCE_FUSED has no effect") == 3
     with pytest.raises(UnsupportedError, match=r"tp:0 has no all-reduce of ipcreduce\. Unset IPCREDUCE_FUSED"):
-        serving._seat_of(GROUP)
+        serving._reducer_of(GROUP)
 
 
 def test_the_plug_in_brings_the_pass(vllm: Any, fusion: Any, monkeypatch: pytest.MonkeyPatch):
-    assert serving._seat_of(GROUP) is vllm.comm
+    assert serving._reducer_of(GROUP) is vllm.comm
     platform = type("Platform", (), {})()
     defined: list[Any] = []
     monkeypatch.setattr(fusion, "define", defined.append)
     serving._bring_the_pass.cache_clear()
     for _ in range(2):
         serving._bring_the_pass(platform)
-    assert defined == [serving._seat_of]
+    assert defined == [serving._reducer_of]
     assert platform.get_pass_manager_cls() == "ipcreduce.serving.passes.PassManager"
     assert vllm.config().compute_hash().count("ipcreduce") == 1, "vLLM's cache tells graphs with our operator apart"
     assert vllm.config().compute_hash().startswith("theirs")
 
 
-def test_a_disabled_seat_raises(vllm: Any):
+def test_a_disabled_reducer_raises(vllm: Any):
     vllm.comm.disabled = True
-    with pytest.raises(UnsupportedError, match="Start the engine without its fused pass"):
+    with pytest.raises(UnsupportedError, match="Start the server without its fused pass"):
         vllm.comm.normalise(None, None, None, EPS)

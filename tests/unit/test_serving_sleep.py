@@ -15,7 +15,7 @@ from ipcreduce.serving import sleep
 VLLM, SGLANG, OLDER_SGLANG = (place for place, _, _ in sleep._PLACES)
 
 
-class Seat:
+class Reducer:
     def __init__(self, name: str, done: list[Any], error: Exception | None = None) -> None:
         self.name, self.done, self.error = name, done, error
 
@@ -30,7 +30,7 @@ class Seat:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_seats", "_followed"):
+    for name in ("_reducers", "_followed"):
         monkeypatch.setattr(sleep, name, [])
     monkeypatch.setattr(sleep, "_said", set())
     for place, _, _ in sleep._PLACES:
@@ -57,12 +57,12 @@ def server(monkeypatch: pytest.MonkeyPatch, place: str, done: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("place", [VLLM, SGLANG, OLDER_SGLANG])
-def test_every_seat_sleeps_behind_the_server_and_wakes_before_it(place: str, monkeypatch: pytest.MonkeyPatch):
+def test_every_reducer_sleeps_behind_the_server_and_wakes_before_it(place: str, monkeypatch: pytest.MonkeyPatch):
     done: list[Any] = []
     engine = server(monkeypatch, place, done)
-    seats = [Seat("first", done), Seat("second", done)]
-    for seat in seats:
-        sleep.follow(seat)
+    reducers = [Reducer("first", done), Reducer("second", done)]
+    for reducer in reducers:
+        sleep.follow(reducer)
     gives, gets = next(methods for where, _, methods in sleep._PLACES if where == place)
     assert getattr(engine, gives)(2, tags=["x"]) == "asleep"
     assert getattr(engine, gets)(tags=None) == "awake"
@@ -72,7 +72,7 @@ def test_every_seat_sleeps_behind_the_server_and_wakes_before_it(place: str, mon
     ]  # fmt: skip
     assert getattr(engine, gives).__name__ == "falls_asleep"
     done.clear()
-    del seat, seats[0]
+    del reducer, reducers[0]
     getattr(engine, gives)()
     assert done == [(gives, (), {}), "second suspends"], "one that was dropped is left out"
 
@@ -81,8 +81,8 @@ def test_a_server_that_refuses_to_sleep(monkeypatch: pytest.MonkeyPatch):
     done: list[Any] = []
     engine = server(monkeypatch, VLLM, done)
     monkeypatch.setattr(type(engine), "sleep", lambda self: 1 / 0)
-    seat = Seat("seat", done)
-    sleep.follow(seat)
+    reducer = Reducer("reducer", done)
+    sleep.follow(reducer)
     with pytest.raises(ZeroDivisionError):
         engine.sleep()
     assert done == []
@@ -93,16 +93,16 @@ def test_without_virtual_memory_it_sleeps_with_one_warning(
 ):
     done: list[Any] = []
     engine = server(monkeypatch, VLLM, done)
-    seats = [Seat("first", done, UnsupportedError("no memory to give")), Seat("second", done)]
-    for seat in seats:
-        sleep.follow(seat)
+    reducers = [Reducer("first", done, UnsupportedError("no memory to give")), Reducer("second", done)]
+    for reducer in reducers:
+        sleep.follow(reducer)
     for _ in range(2):
         assert engine.sleep() == "asleep"
     assert done[1:3] == ["first suspends", "second suspends"]
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "ipcreduce's memory stays while the server sleeps: no memory to give"
     ]
-    seats[1].error = PeerLostError("rank 1 is gone")
+    reducers[1].error = PeerLostError("rank 1 is gone")
     with pytest.raises(PeerLostError):
         engine.sleep()
 
@@ -112,9 +112,9 @@ def test_a_server_without_these_names_goes_on_with_one_warning(
 ):
     engine = server(monkeypatch, VLLM, [])
     del type(engine).wake_up
-    seats = [Seat("first", []), Seat("second", [])]
-    for seat in seats:
-        sleep.follow(seat)
+    reducers = [Reducer("first", []), Reducer("second", [])]
+    for reducer in reducers:
+        sleep.follow(reducer)
     assert engine.sleep() == "asleep"
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert f"it has none of {VLLM}.Worker, " in record.getMessage()

@@ -1,4 +1,4 @@
-"""The Python files of released serving engines, from the package index, and how these use the seat of an all-reduce.
+"""The Python files of released servers, from the package index, and how these use the object of their all-reduces.
 
 Nothing of theirs is imported or kept. Standard library only.
 """
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SEATS = {"ca_comm", "srt_custom_allreduce"}  # attributes that hold the object
+PLACES = {"ca_comm", "srt_custom_allreduce"}  # attributes that hold the object
 
 
 def fetch(package: str, directory: Path) -> tuple[str, Path]:
@@ -67,7 +67,7 @@ def uses(package: Path) -> Iterator[Use]:
     """Every member that the engine takes of the object by name, but in functions that look for its own class."""
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(errors="replace")
-        if any(seat in text for seat in SEATS):
+        if any(place in text for place in PLACES):
             tree = ast.parse(text)
             asked = {
                 node.args[1].value
@@ -86,27 +86,27 @@ def _in_function(
     nodes = list(ast.walk(function))
     names = set()
     for node in nodes:
-        if isinstance(node, ast.Assign) and _is_seat(node.value):
+        if isinstance(node, ast.Assign) and _is_ours(node.value):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     if any(
-        isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and _is_seat(node.args[0], names)
+        isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and _is_ours(node.args[0], names)
         for node in nodes
     ):
         return
     calls = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
-        if isinstance(node, ast.Attribute) and _is_seat(node.value, names):
+        if isinstance(node, ast.Attribute) and _is_ours(node.value, names):
             yield Use(f"{where}:{node.lineno}", node.attr, calls.get(id(node)), node.attr in asked)
 
 
-def _is_seat(node: ast.expr, names: Collection[str] = ()) -> bool:
+def _is_ours(node: ast.expr, names: Collection[str] = ()) -> bool:
     """True for an expression that gives the object: ``x.ca_comm``, ``getattr(x, "ca_comm", None)``, or such a name."""
     if isinstance(node, ast.IfExp):
-        return _is_seat(node.body, names) or _is_seat(node.orelse, names)
+        return _is_ours(node.body, names) or _is_ours(node.orelse, names)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-        return isinstance(node.args[1], ast.Constant) and node.args[1].value in SEATS
+        return isinstance(node.args[1], ast.Constant) and node.args[1].value in PLACES
     if isinstance(node, ast.Attribute):
-        return node.attr in SEATS
+        return node.attr in PLACES
     return isinstance(node, ast.Name) and node.id in names
 
 

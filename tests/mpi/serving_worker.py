@@ -1,4 +1,4 @@
-"""A stand-in for a serving engine. Run it by ``mpirun -n 2 python tests/mpi/engines_worker.py``.
+"""A stand-in for a server. Run it by ``mpirun -n 2 python tests/mpi/serving_worker.py``.
 
 It makes and calls the class as vLLM and SGLang do: eagerly, in captures of several batch sizes with a warm-up each, and
 in replays. Without GPUs its graphs are lists of the calls. Every rank prints "right".
@@ -17,7 +17,7 @@ import torch
 
 from ipcreduce import ArgumentError, UnsupportedError, process
 from ipcreduce.ipc.workspace import bytes_for
-from ipcreduce.serving import seat
+from ipcreduce.serving import all_reduce
 from tests.shared import worker
 from tests.shared.world import WORLD
 
@@ -42,7 +42,7 @@ class Engine:
     """A layer, x + all_reduce(x), with one graph a batch size, as both engines run it."""
 
     def __init__(self) -> None:
-        self.ca_comm = seat.EngineAllReduce(
+        self.ca_comm = all_reduce.ServingAllReduce(
             group=WORLD, device=DEVICE, max_size=MAX_SIZE, symm_mem_enabled=False, register_graph_buffers=True
         )
         self.fallbacks = 0
@@ -126,7 +126,7 @@ def declines(engine: Engine) -> None:
 def takes_all() -> None:
     """For a server that asks for the same bits in every batch: every size and layout, and a row as if alone."""
     with mock.patch.dict(os.environ, IPCREDUCE_BATCH_INVARIANT="1"):
-        comm = seat.EngineAllReduce(group=WORLD, device=DEVICE, max_size=MAX_SIZE)
+        comm = all_reduce.ServingAllReduce(group=WORLD, device=DEVICE, max_size=MAX_SIZE)
     generator = torch.Generator().manual_seed(WORLD.rank)
     batch = torch.randn(4 * MAX_SIZE // HIDDEN, 2 * HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)[:, ::2]
     found = comm.custom_all_reduce(batch)
@@ -143,12 +143,12 @@ def how_it_is_made() -> None:
         asked.update(options, group=group)
         raise UnsupportedError("no kernels here")
 
-    with mock.patch.object(seat, "Communicator", refuse):
-        made = seat.EngineAllReduce("group", torch.device("cuda:3"), 1 << 20)
+    with mock.patch.object(all_reduce, "Communicator", refuse):
+        made = all_reduce.ServingAllReduce("group", torch.device("cuda:3"), 1 << 20)
         assert asked == {"group": "group", "device": 3, "backend": "ipc", "workspace": bytes_for(1 << 20)}
         assert made.disabled
-        assert seat.EngineAllReduce("group", 2).max_size == seat.MAX_SIZE
-        assert (asked["device"], asked["workspace"]) == (2, bytes_for(seat.MAX_SIZE))
+        assert all_reduce.ServingAllReduce("group", 2).max_size == all_reduce.MAX_SIZE
+        assert (asked["device"], asked["workspace"]) == (2, bytes_for(all_reduce.MAX_SIZE))
 
 
 def main() -> None:
@@ -168,12 +168,12 @@ def main() -> None:
     assert not process.live
     assert engine.ca_comm.custom_all_reduce(torch.ones(8, device=DEVICE)) is None
     if not ON_GPU:  # the kernels cannot run: the engine goes on to its next way
-        other = seat.EngineAllReduce(WORLD, 0)
+        other = all_reduce.ServingAllReduce(WORLD, 0)
         assert other.disabled
         assert not other.should_custom_ar(torch.ones(8))
         other.close()
     with pytest.raises(ArgumentError, match="group is 'the ranks'"):
-        seat.EngineAllReduce("the ranks", DEVICE)
+        all_reduce.ServingAllReduce("the ranks", DEVICE)
     print("right", flush=True)
 
 

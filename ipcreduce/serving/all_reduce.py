@@ -30,7 +30,7 @@ _NORM_DTYPES = frozenset(getattr(torch, name) for name in ITEMSIZES)
 _log = logging.getLogger("ipcreduce.serving")
 
 
-class EngineAllReduce:
+class ServingAllReduce:
     """Sums and moves tensors of a group of ranks on one host, eagerly and in captures. Making one is collective.
 
     :param group: the ranks, as :class:`Communicator` takes them. The servers pass a process group of gloo.
@@ -196,7 +196,7 @@ class EngineAllReduce:
         :raises IpcReduceError: see :meth:`Communicator.allreduce_rmsnorm`.
         """
         if self._comm is None or self.disabled:
-            raise UnsupportedError("ipcreduce's all-reduce is disabled here. Start the engine without its fused pass")
+            raise UnsupportedError("ipcreduce's all-reduce is disabled here. Start the server without its fused pass")
         self._count("all-reduces with RMSNorm")
         if scale is None:
             return self._comm.allreduce_rmsnorm(x, weight, eps, residual=residual, weight_bias=weight_bias)

@@ -1,11 +1,11 @@
-"""Stand-ins of the servers' groups with the seat's collectives, against PyTorch's own, and their times beside NCCL's.
+"""Stand-ins of the servers' groups with our collectives, against PyTorch's own, and their times beside NCCL's.
 
-    mpirun -n 2 python -m tests.gpu.seats [OUT.json]
+    mpirun -n 2 python -m tests.gpu.serving [OUT.json]
 
 The stand-ins have the interfaces of vLLM's CudaCommunicator and GroupCoordinator and of SGLang's GroupCoordinator, and
-do by torch.distributed what the seat declines. Every call is made eagerly, and with GPUs in a graph that is replayed
-with new values, and compared bit by bit. With OUT.json the all-gather of logits is timed: it needs GPUs. Without GPUs
-the tensors are on the host, and PyTorch's backend is gloo.
+do by torch.distributed what the all-reduce declines. Every call is made eagerly, and with GPUs in a graph that is
+replayed with new values, and compared bit by bit. With OUT.json the all-gather of logits is timed: it needs GPUs.
+Without GPUs the tensors are on the host, and PyTorch's backend is gloo.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from ipcreduce import UnsupportedError
 from ipcreduce.bench import report
 from ipcreduce.serving import groups
+from ipcreduce.serving.all_reduce import ServingAllReduce
 from ipcreduce.serving.methods import CommunicatorMethods, SGLangMethods
-from ipcreduce.serving.seat import EngineAllReduce
 from tests.shared import worker
 from tests.shared.world import WORLD
 
@@ -77,7 +77,7 @@ class CudaCommunicator(Own):
     def __init__(self, cpu_group: Any, device: torch.device, unique_name: str) -> None:
         self.cpu_group, self.device, self.unique_name, self.world_size = cpu_group, device, unique_name, SIZE
         self.pynccl_comm = SimpleNamespace(disabled=False)
-        self.ca_comm = EngineAllReduce(cpu_group, device) if "tp" in unique_name else None
+        self.ca_comm = ServingAllReduce(cpu_group, device) if "tp" in unique_name else None
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return self.count(gathered(input_, dim % input_.dim()))
@@ -117,7 +117,7 @@ class GroupCoordinator(Own):
 SGLANG: list[Any] = []
 
 
-@torch.library.custom_op("ipcreduce_seats::into_tensor", mutates_args=["output"])
+@torch.library.custom_op("ipcreduce_reducers::into_tensor", mutates_args=["output"])
 def into_tensor(output: torch.Tensor, input: torch.Tensor) -> None:
     """SGLang's operator, which finds the group when it runs."""
     SGLANG[0]._all_gather_into_tensor(output, input)
@@ -128,7 +128,7 @@ class SGLangGroup(Own):
 
     def __init__(self) -> None:
         self.cpu_group, self.device, self.unique_name, self.world_size = WORLD, DEVICE, "tp:0", SIZE
-        self.ca_comm: Any = EngineAllReduce(WORLD, DEVICE)
+        self.ca_comm: Any = ServingAllReduce(WORLD, DEVICE)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1, output_tensor_list: Any = None) -> Any:
         if output_tensor_list is not None:
@@ -288,9 +288,9 @@ def sglang() -> None:
     )  # fmt: skip
     compiled = torch.compile(lambda x: group.all_gather(x * 2, 0) + 1, backend="aot_eager", fullgraph=True)
     check("compiled", x, compiled, lambda x: gathered(x * 2, 0) + 1)
-    seat, group.ca_comm = group.ca_comm, None  # as SGLang does for a time
-    check("no seat", x, lambda x: group.all_gather(x, 0), lambda x: gathered(x, 0), ours=False)
-    seat.close()
+    reducer, group.ca_comm = group.ca_comm, None  # as SGLang does for a time
+    check("no all-reduce", x, lambda x: group.all_gather(x, 0), lambda x: gathered(x, 0), ours=False)
+    reducer.close()
 
 
 def timed(call: Callable[[], Any]) -> Callable[[], float]:
@@ -345,7 +345,7 @@ def logits(out: Path) -> None:
             print(row, flush=True)
     comm.ca_comm.close()
     if RANK == 0:
-        head = report.header(["tests/gpu/seats.py", *sys.argv[1:]])
+        head = report.header(["tests/gpu/serving.py", *sys.argv[1:]])
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         out.write_text(json.dumps(head | {"ranks": SIZE, "nccl": nccl, "rows": rows}, indent=1) + "\n")
 

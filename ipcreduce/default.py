@@ -19,7 +19,7 @@ from .originals import RLock, identifier
 from .texts import kind_of
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
-_MOST_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and behind an error it closes
+_MAX_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and behind an error it closes
 
 _default: Communicator | None = None
 _making = RLock()  # held while the default communicator is made, and not to find it
@@ -56,9 +56,9 @@ def _make_default(array: Any) -> Communicator:
             "communicator. Let it set a flag, and make the call where the program looks at that flag"
         )
     try:
-        if not clock.wait(lambda seconds: _making.acquire(timeout=seconds), _MOST_SECONDS):
+        if not clock.wait(lambda seconds: _making.acquire(timeout=seconds), _MAX_SECONDS):
             raise UnsupportedError(
-                f"another thread has been making the default communicator for {_MOST_SECONDS:.0f} s. Look for what "
+                f"another thread has been making the default communicator for {_MAX_SECONDS:.0f} s. Look for what "
                 "that thread waits for: for this one, perhaps"
             )
         _maker = thread

@@ -30,7 +30,7 @@ BACKENDS = ("ipc", "nccl", "host")
 VIRTUAL = "vmm"
 MEMORIES = (VIRTUAL, "ipc")  # of workspaces, the default first: CUDA's virtual memory, or behind IPC handles
 _DEFAULT_WORKSPACE_MB = 128  # the smallest that costs at most 2 % up to 1 GB: docs/performance.md
-_MOST_MB = 1 << 20  # 1 TB, more than any GPU has
+_MAX_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
 
 
@@ -139,17 +139,17 @@ def workspace_bytes(given: Any = None) -> int:
     :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or if the variable is no whole number.
     """
     if given is not None:
-        if not _is_ordinal(given) or not _MB <= given <= _MOST_MB * _MB:
+        if not _is_ordinal(given) or not _MB <= given <= _MAX_MB * _MB:
             raise ArgumentError(
-                f"workspace is {shown(given)}, which is no number of bytes from {_MB} to {_MOST_MB * _MB}. "
+                f"workspace is {shown(given)}, which is no number of bytes from {_MB} to {_MAX_MB * _MB}. "
                 f"Pass one, or None for {_DEFAULT_WORKSPACE_MB} MB"
             )
         return int(given)
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
     megabytes = whole(text)
-    if megabytes is None or not 1 <= megabytes <= _MOST_MB:
+    if megabytes is None or not 1 <= megabytes <= _MAX_MB:
         raise ArgumentError(
-            f"IPCREDUCE_WORKSPACE_MB is {shown(text)}, which is no whole number from 1 to {_MOST_MB}. Set it to "
+            f"IPCREDUCE_WORKSPACE_MB is {shown(text)}, which is no whole number from 1 to {_MAX_MB}. Set it to "
             "megabytes, or unset it"
         )
     return megabytes * _MB

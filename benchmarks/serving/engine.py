@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.serving.names import Name, result_path
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 8192, 28672, 64, 8, 32000  # of Llama 3 70B, but for the vocabulary
-MOST_TOKENS = 4096  # of a prefill step
+MAX_TOKENS = 4096  # of a prefill step
 KV_BYTES = 4 << 30  # the same for every engine, so that what else they take can be compared
 WARM, STEPS, WINDOWS, PROFILED = 8, 40, 3, 20
 COMPARED, COMPARED_TOKENS = (8, 64), 32
@@ -96,7 +96,7 @@ def model(out: Path, layers: int, more: dict[str, Any] | None = None) -> Path:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE, "num_hidden_layers": layers, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": HIDDEN // HEADS, "vocab_size": VOCAB,
-        "max_position_embeddings": MOST_TOKENS, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+        "max_position_embeddings": MAX_TOKENS, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
         **(more or {}),
     }  # fmt: skip
@@ -113,7 +113,7 @@ def settings(name: Name, folder: Path, batches: list[int], ranks: int = 2) -> di
         graphs["pass_config"] = {"fuse_allreduce_rms": True}
     return {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "tensor_parallel_size": ranks,
-        "dtype": "bfloat16", "seed": 1, "max_model_len": MOST_TOKENS, "max_num_batched_tokens": MOST_TOKENS,
+        "dtype": "bfloat16", "seed": 1, "max_model_len": MAX_TOKENS, "max_num_batched_tokens": MAX_TOKENS,
         "max_num_seqs": max(*batches, *COMPARED), "kv_cache_memory_bytes": KV_BYTES, "enable_prefix_caching": False,
         "enforce_eager": name.mode == "eager", "disable_custom_all_reduce": name.engine == "nccl",
         "worker_extension_cls": "benchmarks.serving.worker.Extension",

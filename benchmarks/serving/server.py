@@ -23,12 +23,12 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.engine import MOST_TOKENS, begin, model, prompts, settings, since
+from benchmarks.serving.engine import MAX_TOKENS, begin, model, prompts, settings, since
 from benchmarks.serving.names import Name
 from benchmarks.serving.run import session
 
 CLIENTS, TOKENS, CHUNKS = 8, 32, 5
-LONG = MOST_TOKENS - 100  # tokens of a request that is cancelled, or whose server ends
+LONG = MAX_TOKENS - 100  # tokens of a request that is cancelled, or whose server ends
 PATIENCE = 90.0  # seconds for what should take less
 BATCHES = [1, 8]
 WORKER = "Worker_TP1"  # the title that vLLM gives a process

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.serving.engine import (
     COMPARED,
     COMPARED_TOKENS,
-    MOST_TOKENS,
+    MAX_TOKENS,
     PREFILLS,
     PROFILED,
     WARM,
@@ -68,7 +68,7 @@ def settings(name: Name, folder: Path, batches: list[int], ranks: int) -> dict[s
     fused = name.engine in ("fused", "flashinfer")
     return {
         "model_path": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "tp_size": ranks,
-        "dtype": "bfloat16", "random_seed": 1, "context_length": MOST_TOKENS, "chunked_prefill_size": MOST_TOKENS,
+        "dtype": "bfloat16", "random_seed": 1, "context_length": MAX_TOKENS, "chunked_prefill_size": MAX_TOKENS,
         "max_total_tokens": KV_TOKENS, "disable_radix_cache": True,
         "custom_weight_loader": [f"{WORKER}.{what}" for what in (*DONE, *ANSWERED)],
         "attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none",

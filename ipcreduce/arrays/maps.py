@@ -27,7 +27,7 @@ from . import views
 from .host_operands import Array, HostOperands, Part, as_numpy
 from .operands import DeviceOperands, PreparedCall, Site, check_device
 
-_MOST_OPERANDS = 32
+_MAX_OPERANDS = 32
 NUMBERS = (bool, int, float, np.generic)
 _WANTED = "Let it return an array of the shape of v"
 _HALVES = "float16", "bfloat16"
@@ -76,8 +76,8 @@ class Map:
             raise ArgumentError(f"the expression is {shown(expression)}, with a NUL or no UTF-8. Pass other characters")
         if host is not None and not callable(host):
             raise ArgumentError(f"host is {kind_of(host)}. Pass a function of v and the operands")
-        if len(operands) > _MOST_OPERANDS:
-            raise ArgumentError(f"there are {len(operands)} operands. An expression has at most {_MOST_OPERANDS}")
+        if len(operands) > _MAX_OPERANDS:
+            raise ArgumentError(f"there are {len(operands)} operands. An expression has at most {_MAX_OPERANDS}")
         for name in operands:
             _check_name(name)
         self._expression, self._host = expression, host

@@ -21,7 +21,7 @@ from ..types import Stream
 NUMBERS = (np.generic, bool, int, float, complex)
 _ON_HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
 _ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
-_MOST_WORK = 100_000  # steps of numpy.shares_memory, which take 3 ms
+_MAX_WORK = 100_000  # steps of numpy.shares_memory, which take 3 ms
 
 
 def is_device(array: Any, what: str = "array") -> bool:
@@ -279,7 +279,7 @@ def share_memory(array: Any, other: Any) -> bool:
     if not isinstance(array, np.ndarray):
         return overlap(array, other) and share_memory(_geometry(array), _geometry(other))
     try:
-        return bool(np.shares_memory(array, other, max_work=_MOST_WORK))  # type: ignore[arg-type]  # its stub is strict
+        return bool(np.shares_memory(array, other, max_work=_MAX_WORK))  # type: ignore[arg-type]  # its stub is strict
     except np.exceptions.TooHardError:  # with odd strides the exact answer may take hours
         return True
 

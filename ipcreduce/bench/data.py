@@ -12,7 +12,7 @@ from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from .collectives import ALLREDUCE, ROOT, Collective
 
-_MOST = 65521  # elements that are drawn. Longer messages repeat them, with this prime period: misplaced data is noticed
+_MAX = 65521  # elements that are drawn. Longer messages repeat them, with this prime period: misplaced data is noticed
 _LARGEST = 8  # largest magnitude: the sum over 8 ranks is then exact in every dtype
 
 
@@ -30,7 +30,7 @@ class Message:
         self._dtype, self._rank, self._n, self.nbytes, self.of = dtype, comm.rank, comm.size, nbytes, of
         unit, parts = of.unit(comm.size), max(1, arrays)
         units = max(1, nbytes // dtype.itemsize // unit)
-        self._period = min(unit * units, _MOST)
+        self._period = min(unit * units, _MAX)
         self.on_host = comm.backend == "host"
         library = np if self.on_host else cupy_runtime.load()
         self._begins = [unit * (units * part // parts) for part in range(parts + 1)]

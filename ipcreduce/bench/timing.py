@@ -12,7 +12,7 @@ from typing import Any
 from ..cuda import cupy_runtime
 
 _WARM = 3  # untimed replays or rounds
-_ROUND_SECONDS, _MOST_CALLS = 5e-3, 100  # a round on the host has as many calls as fit
+_ROUND_SECONDS, _MAX_CALLS = 5e-3, 100  # a round on the host has as many calls as fit
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def on_host(call: Callable[[], Any], rounds: int, mpi: Any) -> Times:
         seconds = (time.perf_counter() - begin) / calls
         if turn < _WARM:
             slowest = max(*mpi.allgather(seconds), 1e-9)
-            calls = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / slowest)))
+            calls = max(1, min(_MAX_CALLS, int(_ROUND_SECONDS / slowest)))
         else:
             found.append(seconds)
     return Times.of(found, mpi)

@@ -147,9 +147,9 @@ def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: in
 
 
 def _fewest(table: list[plan.Choice]) -> list[plan.Choice]:
-    """Shorten a table to ``plan.MOST_CHOICES``: of two neighbours with one algorithm, drop that for smaller sizes."""
+    """Shorten a table to ``plan.MAX_CHOICES``: of two neighbours with one algorithm, drop that for smaller sizes."""
     table = list(table)
-    while len(table) > plan.MOST_CHOICES:
+    while len(table) > plan.MAX_CHOICES:
         alike = (i for i in range(len(table) - 1) if table[i].algorithm == table[i + 1].algorithm)
         del table[next(alike)]
     return table

@@ -26,19 +26,19 @@ from .arguments import counts
 from .limit import our_backend
 
 GAIN = 0.02  # the least gain for which a choice changes: times vary by about as much
-_DTYPE, _CALLS, _MOST_SIZES = "float16", 50, 4
+_DTYPE, _CALLS, _MAX_SIZES = "float16", 50, 4
 
 
 def hidden_sizes(text: str) -> list[int]:
     """Parse hidden sizes. :raises argparse.ArgumentTypeError: if there are too many, or one has no fused kernel."""
     found = sorted({*counts(text)})
-    wrong = [one for one in found if one % norm_plan.GROUP or one > norm_plan.MOST_HIDDEN]
+    wrong = [one for one in found if one % norm_plan.GROUP or one > norm_plan.MAX_HIDDEN]
     if wrong:
         raise argparse.ArgumentTypeError(
-            f"{wrong[0]} has no fused kernel. Pass multiples of {norm_plan.GROUP} up to {norm_plan.MOST_HIDDEN}"
+            f"{wrong[0]} has no fused kernel. Pass multiples of {norm_plan.GROUP} up to {norm_plan.MAX_HIDDEN}"
         )
-    if len(found) > _MOST_SIZES:
-        raise argparse.ArgumentTypeError(f"there are {len(found)} hidden sizes. Pass at most {_MOST_SIZES}")
+    if len(found) > _MAX_SIZES:
+        raise argparse.ArgumentTypeError(f"there are {len(found)} hidden sizes. Pass at most {_MAX_SIZES}")
     return found
 
 
@@ -60,7 +60,7 @@ def measure(comm: Communicator, hidden: Sequence[int], replays: int, mpi: Any) -
     comm.synchronize()
     before = [one for one in our_backend(comm, "tune").launches.norm_table if one.hidden not in hidden]
     both = sorted([*found, *before], key=lambda one: (one.hidden, one.up_to))
-    return norm_plan.checked_table(both if len(both) <= norm_plan.MOST_CHOICES else found)
+    return norm_plan.checked_table(both if len(both) <= norm_plan.MAX_CHOICES else found)
 
 
 def _add(table: list[norm_plan.NormChoice], hidden: int, rows: int, times: dict[tuple[str, int], float]) -> None:

@@ -18,7 +18,7 @@ _FILE = "expression"  # by which the compiler's messages name it
 _ERROR = re.compile(
     r"^(?:At end of source|(\S+?)(?:\((\d+)\)|:(\d+)(?::\d+)?)): *(?:\w+ )?error:? *(.*)$", re.MULTILINE
 )
-_MOST_ERRORS = 5  # in a message
+_MAX_ERRORS = 5  # in a message
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Expression:
             f"line {min(int(one or other), lines)}: {what}" if file == _FILE else what
             for file, one, other, what in _ERROR.findall(text)
         ]
-        said = "; ".join(list(dict.fromkeys(found))[:_MOST_ERRORS]) or text.rstrip("\0\n")
+        said = "; ".join(list(dict.fromkeys(found))[:_MAX_ERRORS]) or text.rstrip("\0\n")
         return ArgumentError(
             f"the expression of then= does not compile. {said}. The expression is {self}. It is C++ with a number as "
             "its value, and knows v and the operands by their names"

@@ -47,7 +47,7 @@ from ..types import Event, Stream
 from .last_call import ALWAYS_IN_EVENT, BEHIND_CAPTURE, NOTHING, ON_STREAM, Last, State
 
 IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
-_MOST_CAPTURES = 1024  # that are remembered: nobody tells when one ends, and few are open at once
+_MAX_CAPTURES = 1024  # that are remembered: nobody tells when one ends, and few are open at once
 
 
 @dataclass
@@ -195,7 +195,7 @@ class StreamOrder:
         if captured is None:
             captured = _Captured() if recorded else self._open_to_others(streams.captured_graph(stream))
             self._captures[capture] = captured
-            if len(self._captures) > _MOST_CAPTURES:
+            if len(self._captures) > _MAX_CAPTURES:
                 del self._captures[next(iter(self._captures))]
         # Right behind the last call there is an edge. Behind other work of the same stream one more makes this call
         # start 0.3 us sooner. But a kernel that starts early behind the last call would be 1 us later (NOTES.md).

@@ -27,18 +27,18 @@ from .plan import (
 
 UNIT = 8  # elements of a packet
 GROUP = 64  # elements of which a row must have whole numbers
-MOST_HIDDEN = 16_384  # for which the kernels have room
+MAX_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
 _SHORT_HIDDEN, _LONG_HIDDEN = 5120, 8192  # up to so many elements, a row is a short one, and not yet a very long one
 _CLUSTERED_HIDDEN = 3072  # from here on, several blocks have a row
 _WIDE_BLOCK = 512  # threads. For many rows wider blocks are slower: they leave more of a multiprocessor empty
 _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = _ROWS = 64, 128, 256
-_MOST_DEPTH = 2
+_MAX_DEPTH = 2
 _TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
 _CODES_END = CODE_BYTES * len(CODES)
 _CLUSTERS = (1, 2, 4, 8)
 
-MOST_CHOICES = 40  # rows of a table
+MAX_CHOICES = 40  # rows of a table
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def checked_table(choices: Iterable[NormChoice]) -> NormTable:
         numbers = choice.hidden, choice.up_to, choice.cluster
         if not all(type(number) is int and 0 < number < 1 << 32 for number in numbers):  # a file may hold any JSON
             raise ValueError(f"{choice} has what is no whole number")
-        fits = choice.hidden % GROUP == 0 and choice.hidden <= MOST_HIDDEN
+        fits = choice.hidden % GROUP == 0 and choice.hidden <= MAX_HIDDEN
         if not fits or choice.algorithm not in [*ALGORITHMS] or choice.cluster not in _clusters_for(choice.hidden):
             raise ValueError(f"no kernel runs by {choice}")
     places = [(choice.hidden, choice.up_to) for choice in table]
-    if len(table) > MOST_CHOICES or places != sorted({*places}):
-        raise ValueError(f"the rows {places} are more than {MOST_CHOICES}, or do not ascend")
+    if len(table) > MAX_CHOICES or places != sorted({*places}):
+        raise ValueError(f"the rows {places} are more than {MAX_CHOICES}, or do not ascend")
     return table
 
 
@@ -137,7 +137,7 @@ def make_plan(
 
 
 def _has_kernel(shape: NormShape) -> bool:
-    return shape.dtype in FUSED_DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MOST_HIDDEN
+    return shape.dtype in FUSED_DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MAX_HIDDEN
 
 
 def _choices(shape: NormShape, forced: str | None, clusters: bool, table: NormTable) -> list[NormChoice]:
@@ -205,11 +205,11 @@ def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: i
     two_shot = kernel == "fused_two_shot"
     units = shape.hidden // UNIT
     parts = cluster * (n if two_shot else 1)
-    for depth in (1,) if two_shot else range(1, _MOST_DEPTH + 1):
+    for depth in (1,) if two_shot else range(1, _MAX_DEPTH + 1):
         share = _SHARE * -(-units // (_SHARE * parts * depth))
         block = 32 * -(-share // 32)
         is_wide = block > _WIDE_BLOCK and shape.rows > _MANY_ROWS
-        if block <= most_threads(kernel, n, sharing, cluster, depth) and not (is_wide and depth < _MOST_DEPTH):
+        if block <= most_threads(kernel, n, sharing, cluster, depth) and not (is_wide and depth < _MAX_DEPTH):
             break
     else:
         return None

@@ -71,10 +71,10 @@ LAUNCH_PACKETS = _LAUNCH_BYTES // PACKET_BYTES
 BULK_BYTES = 1 * MB  # from this size on, it is used for calls that may not have all blocks
 _BULK_BLOCKS, _TILE_BLOCKS, _BULK_THREADS = 8, 24, 512  # as few blocks as fill the links
 _STAGE_BYTES, _ROUNDS, _LEAST_TILES = 32 * KB, 4, 3  # of tiles.cuh
-_MOST_AREA = 256 * MB
+_MAX_AREA = 256 * MB
 _GRAPH_BYTES = 1 * MB  # up to this size, most hosts take longer to launch an eager call than the GPU takes to run it
 
-MOST_CHOICES = 24  # rows of a table
+MAX_CHOICES = 24  # rows of a table
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def checked_table(choices: Iterable[Choice], n: int) -> Table:
         if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
             raise ValueError(f"no kernel runs by {choice}")
     sizes = [choice.up_to for choice in table]
-    if len(table) > MOST_CHOICES or sizes != sorted({*sizes}):
-        raise ValueError(f"the sizes {sizes} are more than {MOST_CHOICES}, or do not ascend")
+    if len(table) > MAX_CHOICES or sizes != sorted({*sizes}):
+        raise ValueError(f"the sizes {sizes} are more than {MAX_CHOICES}, or do not ascend")
     return table
 
 
@@ -245,7 +245,7 @@ def tiles(area: int, n: int, sms: int, resident: int, sharing: int, *, reduces: 
 
 def area_bytes(workspace: int, capability: tuple[int, int]) -> int:
     """The bytes in which :data:`BULK` works, beside a workspace of so many bytes; 0 for GPUs without that."""
-    return 0 if capability < BULK_CAPABILITY else min(workspace // 4 // (16 * KB) * (16 * KB), _MOST_AREA)
+    return 0 if capability < BULK_CAPABILITY else min(workspace // 4 // (16 * KB) * (16 * KB), _MAX_AREA)
 
 
 def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[str, int]]:

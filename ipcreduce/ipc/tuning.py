@@ -23,8 +23,8 @@ from ..ranks import exchange
 from . import norm_plan, plan
 
 TUNING = exchange.struct(
-    exchange.Kind.TUNING, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
-    ("shape", "<u2", (plan.MOST_CHOICES, 4)), ("norm_count", "<u4"), ("norms", "<u4", (norm_plan.MOST_CHOICES, 4)),
+    exchange.Kind.TUNING, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MAX_CHOICES,)),
+    ("shape", "<u2", (plan.MAX_CHOICES, 4)), ("norm_count", "<u4"), ("norms", "<u4", (norm_plan.MAX_CHOICES, 4)),
 )  # fmt: skip
 _NAMES = tuple(plan.ALGORITHMS)  # by their codes in messages
 _VERSION = 3  # of the tables. A change of the kernels that gives the rows another meaning raises it

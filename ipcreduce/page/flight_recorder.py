@@ -21,7 +21,7 @@ from .records import ask_twice
 # slots the keys that they would write, so the cache lines stay shared by the ranks' processors.
 RING = 2520
 _KEY_BYTES = 4
-_MOST_CALLS = 1 << 62
+_MAX_CALLS = 1 << 62
 TEXTS, TEXT_BYTES = 1008, 80  # in a rank's table
 _TEXT = np.dtype([("key", "<u4"), ("text", f"S{TEXT_BYTES}")])
 _RANK = np.dtype([("number", "<u8", (8,)), ("texts", _TEXT, (TEXTS,))])  # number: of its last call, a cache line
@@ -123,7 +123,7 @@ class FlightRecorder:
         """
         past = keys * _KEY_BYTES
         fits = keys <= RING and text + texts <= TEXTS and len(body) == past + texts * _TEXT.itemsize
-        if not fits or max(first, number) > _MOST_CALLS:
+        if not fits or max(first, number) > _MAX_CALLS:
             raise ValueError("keys or texts that do not fit")
         self._texts[rank, text : text + texts] = np.frombuffer(body, _TEXT, texts, past)
         self._columns[(first + np.arange(keys)) % RING, rank] = np.frombuffer(body, "<u4", keys)
@@ -148,7 +148,7 @@ class FlightRecorder:
 
     def _newest(self, rank: int) -> int:
         """The highest number of a call of this rank or another one."""
-        return min(max(self.number[0], self._numbers[rank][0]), _MOST_CALLS)
+        return min(max(self.number[0], self._numbers[rank][0]), _MAX_CALLS)
 
     def latest(self, call: int) -> Iterator[tuple[int, Fingerprint]]:
         """This rank's calls and their numbers, from ``call`` backwards, as far as the ring has them."""

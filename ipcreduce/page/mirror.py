@@ -18,7 +18,7 @@ from .. import clock
 from ..originals import RLock, Socket, time
 from .control_page import Page
 
-_MOST_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the connection, which would then be given up
+_MAX_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the connection, which would then be given up
 _READ_BYTES = 1 << 18
 _ENDED = "its process has ended"
 
@@ -118,7 +118,7 @@ class Mirror:
 
     def _news(self, peer: _Peer) -> bytes:
         page, calls = self._page, self._page.calls
-        full = peer.sent - peer.acknowledged > _MOST_UNREAD
+        full = peer.sent - peer.acknowledged > _MAX_UNREAD
         version = page.version  # before the block; the aborts behind it
         block = page.read_block() if version != peer.version else b""
         # Behind the block: a rank that sees the round of a call compares calls next. Before the keys, and these before
@@ -132,7 +132,7 @@ class Mirror:
         raised = page.aborts
         aborts = raised - peer.aborts
         body = keys + new_texts + block
-        if not body and not aborts and peer.read - peer.read_told < _MOST_UNREAD // 4:
+        if not body and not aborts and peer.read - peer.read_told < _MAX_UNREAD // 4:
             return b""
         if not full:
             peer.last, peer.texts = last, texts

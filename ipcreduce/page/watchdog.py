@@ -17,7 +17,7 @@ from .mirror import Mirror
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.5  # for a mirror to send, in stop()
-_MOST_WAKES = 4096
+_MAX_WAKES = 4096
 _NAME = "ipcreduce-watchdog"
 UNKNOWN = 0  # a pid namespace
 
@@ -229,7 +229,7 @@ class _Watchdog:
             ready = self._ready()
             if self._wake_read in ready:
                 self._woken = False  # first: who wakes us from here on is heard at the next turn
-                os.read(self._wake_read, _MOST_WAKES)
+                os.read(self._wake_read, _MAX_WAKES)
             for pid, process in list(self._processes.items()):
                 if process.descriptor in ready:
                     self._end(pid)

@@ -36,10 +36,10 @@ _PLACE = exchange.struct(
 )
 _GREET_SECONDS = 2.0  # the time in which a guest has to prove itself. A rank that was slower connects again
 _TICK_SECONDS = 0.1  # between two looks for guests that take too long, and for visits to be repeated
-_MOST_GUESTS = 64  # guests that have not proved themselves yet
-_MOST_VISITS = 128  # visits without an answer yet
-_MOST_REASONS = 3  # in an error message
-_MOST_SECONDS = 20.0  # for all connections together
+_MAX_GUESTS = 64  # guests that have not proved themselves yet
+_MAX_VISITS = 128  # visits without an answer yet
+_MAX_REASONS = 3  # in an error message
+_MAX_SECONDS = 20.0  # for all connections together
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 # Keepalive probes detect within 4 s that a host is gone. The system of a stopped process still answers them.
 _OPTIONS = (
@@ -67,7 +67,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, Socket]:
             nonlocal listener
             listener = failed.enter_context(Socket(socket.AF_INET, socket.SOCK_STREAM))
             listener.bind(("", 0))
-            listener.listen(n + _MOST_GUESTS)
+            listener.listen(n + _MAX_GUESTS)
             secret = np.void(secrets.token_bytes(SECRET_BYTES))
             addresses = joined(own_addresses())  # opens a socket: without one to spare, no connection can be made
             return {"network": network, "port": listener.getsockname()[1], "addresses": addresses, "secret": secret}
@@ -75,7 +75,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, Socket]:
         places = exchange.share(ranks, _PLACE, own, deadline, "listening for the other ranks")
         assert listener is not None
         now = clock.now()
-        until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # leaves time for the vote
+        until = min(now + _MAX_SECONDS, (now + deadline) / 2)  # leaves time for the vote
         secret = places[0]["secret"].tobytes()
         with exchange.step(ranks, deadline, "connecting the ranks (is TCP between the hosts open?)", waits=True):
             with _Meeting(listener, secret, rank, places) as meeting:
@@ -167,7 +167,7 @@ class _Meeting:
             for one, connects in [self._watched[descriptor] for descriptor, _ in events]:
                 self._act(one, connects)
             guests = list(self._guests)
-            for guest in [guest for guest in guests if self._guests[guest] < now] or guests[:-_MOST_GUESTS]:
+            for guest in [guest for guest in guests if self._guests[guest] < now] or guests[:-_MAX_GUESTS]:
                 self._close(guest)
         found, self._found = self._found, {}
         return found
@@ -193,7 +193,7 @@ class _Meeting:
         noted = {address: "no answer" for of, address in self._visits.values() if of == rank}
         if rank < self._rank:
             noted = self._reasons[rank] | noted
-        reasons += [f"{address} port {self._ports[rank]}: {why}" for address, why in noted.items()][:_MOST_REASONS]
+        reasons += [f"{address} port {self._ports[rank]}: {why}" for address, why in noted.items()][:_MAX_REASONS]
         return UnsupportedError(
             f"rank {self._rank} has no connection to rank {rank}: {'; '.join(reasons) or 'it has no address'}"
         )
@@ -204,7 +204,7 @@ class _Meeting:
         for one in [one for one in self._again if one[0] < now]:
             self._again.remove(one)
             self._due.append(one[1:])
-        while self._due and len(self._visits) < _MOST_VISITS:
+        while self._due and len(self._visits) < _MAX_VISITS:
             rank, address = self._due.popleft()
             if rank not in self._found:
                 self._dial(rank, address)

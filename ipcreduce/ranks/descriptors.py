@@ -28,8 +28,8 @@ from .exchange import Channel, Kind
 
 _PLACE = exchange.struct(Kind.DESCRIPTOR, ("socket", "S64"), ("pid", "<u4"), ("nbytes", "<u8"))
 _CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid: struct ucred
-MOST = 32  # descriptors of a rank at a time: a process may have only 1,024 files open
-_ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MOST)
+MAX = 32  # descriptors of a rank at a time: a process may have only 1,024 files open
+_ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MAX)
 
 
 class Mailbox:
@@ -120,7 +120,7 @@ def several_handed_over(
 
     All descriptors, those that ``exports`` have made among them, are closed at the end of the block.
 
-    :param exports: each makes one of this rank's descriptors. There are at most :data:`MOST`.
+    :param exports: each makes one of this rank's descriptors. There are at most :data:`MAX`.
     :param counts: how many each rank has.
     :param nbytes: the size of the memory behind them, which must be the same on every rank.
     :param what: what the descriptors stand for, in messages.

@@ -21,7 +21,7 @@ from ..texts import described, shown, text_of, whole
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
-_MOST_RANKS = 1 << 16  # start-up gathers 2 KB of each
+_MAX_RANKS = 1 << 16  # start-up gathers 2 KB of each
 _LOCAL_RANK = "LOCAL_RANK"  # a variable that torchrun sets
 _MEMBER = exchange.struct(exchange.Kind.MEMBER, ("rank", "<u4"), ("size", "<u4"))
 
@@ -74,10 +74,10 @@ def of(group: Any) -> exchange.Ranks:
         if group == module.COMM_WORLD:  # any other communicator of one rank is meant to have one
             launchers.check(group)
         return ranks
-    if not 0 <= made.rank < made.size <= _MOST_RANKS:
+    if not 0 <= made.rank < made.size <= _MAX_RANKS:
         raise ArgumentError(
             f"this process has rank {shown(made.rank)} in a group of {shown(made.size)}, and ranks go from 0 to size - "
-            f"1, for at most {_MOST_RANKS} processes. Make the communicator in the processes of the group only"
+            f"1, for at most {_MAX_RANKS} processes. Make the communicator in the processes of the group only"
         )
     return made
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 DTYPE = torch.float8_e4m3fn
-_MOST = torch.finfo(DTYPE).max
+_MAX = torch.finfo(DTYPE).max
 _WHOLE = (None, [-1, -1], (-1, -1))  # the parts of a tensor that share a scale, where all of it does
 _WIDEN = "prims.convert_element_type.default"
 _OPERATOR = "_C.static_scaled_fp8_quant.default"
@@ -72,7 +72,7 @@ def _arithmetic(user: fx.Node) -> Quantisation | None:
         return None
     wide, product, at_least, at_most, result = nodes
     inverse: Any = product.args[1] if product.args[0] is wide else product.args[0]
-    if wide.args[1] != torch.float32 or (at_least.args[1], at_most.args[1]) != (-_MOST, _MOST):
+    if wide.args[1] != torch.float32 or (at_least.args[1], at_most.args[1]) != (-_MAX, _MAX):
         return None
     if not isinstance(inverse, fx.Node) or str(inverse.target) != "aten.reciprocal.default":
         return None

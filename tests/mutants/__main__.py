@@ -23,7 +23,7 @@ from tests.sim import faults
 from tests.simulated import compiler
 
 AT_A_TIME = 2
-MOST_SECONDS = 600.0  # for a command without a mutant
+MAX_SECONDS = 600.0  # for a command without a mutant
 SAME_RUNS = "pytest tests/sim/test_kernels.py::test_without_faults_the_same_runs_find_nothing"
 SHOWN = 3000  # characters of an output
 # In the output of a mutant that is no program any more: that something fails then shows nothing.
@@ -110,7 +110,7 @@ def main() -> int:
 
         workers = ThreadPoolExecutor(options.at_a_time, initializer=begin)
         try:
-            runs = dict(zip(commands, workers.map(lambda one: own.tree.run(one, MOST_SECONDS), commands), strict=True))
+            runs = dict(zip(commands, workers.map(lambda one: own.tree.run(one, MAX_SECONDS), commands), strict=True))
             for command, run in runs.items():
                 if run.status != 0:
                     print(f"fails without a mutant: {command}\n{run.output[-SHOWN:]}")

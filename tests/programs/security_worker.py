@@ -135,7 +135,7 @@ def alone_in_its_network(group: ByFiles, directory: Path) -> None:
         "Let the ranks share /dev/shm",
     )
     refused = raises(errors.UnsupportedError, *words)
-    with no_hang("start-up"), mock.patch.object(connections, "_MOST_SECONDS", 2.0), refused:
+    with no_hang("start-up"), mock.patch.object(connections, "_MAX_SECONDS", 2.0), refused:
         Communicator(group)
     with Communicator(MPI.COMM_SELF) as alone:
         right(alone)

@@ -19,7 +19,7 @@ LONG = 5 * HANG  # for what the library would give up by itself: a test that rea
 
 # The library's own patience with what takes milliseconds, but for a timeout that the program has passed.
 _START_UP = {
-    "ipcreduce.ranks.connections": ("_GREET_SECONDS", "_MOST_SECONDS"),
+    "ipcreduce.ranks.connections": ("_GREET_SECONDS", "_MAX_SECONDS"),
     "ipcreduce.ipc.peers": ("_VERIFY_SECONDS",),
 }
 _PATIENCE = _START_UP | {

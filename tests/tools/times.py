@@ -22,7 +22,7 @@ from typing import Any
 KEPT = Path("tests/times.json")
 LAST = Path("build/times.json")
 TESTS = Path("build/test_seconds.json")  # each test's seconds, from tests.tools.progress
-MOST = 1.2  # times the kept processor time
+MAX = 1.2  # times the kept processor time
 LEAST_SECONDS = 0.5  # of a test that is listed
 _WORK = 50_000
 _SECONDS_BETWEEN_SAMPLES = 10.0
@@ -100,9 +100,9 @@ def verdict(last: dict[str, Any], kept: dict[str, Any]) -> tuple[str, int]:
         return "no whole run of make test is known here", 1
     if not kept["unit seconds"]:
         return f"{KEPT} is missing: keep the last run with --keep", 1
-    allowed = kept["processor seconds"] * last["unit seconds"] / kept["unit seconds"] * MOST
+    allowed = kept["processor seconds"] * last["unit seconds"] / kept["unit seconds"] * MAX
     spent = last["processor seconds"]
-    said = f"the tests took {spent:.0f} s of processor time; allowed are {allowed:.0f} s, {MOST:g} times the kept ones"
+    said = f"the tests took {spent:.0f} s of processor time; allowed are {allowed:.0f} s, {MAX:g} times the kept ones"
     if spent <= allowed:
         return said, 0
     return f"{said}. Make them quicker, or keep the new times: python -m tests.tools.times --keep", 1

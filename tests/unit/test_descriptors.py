@@ -161,10 +161,10 @@ def test_several_at_once(mailboxes: tuple[Mailbox, Mailbox], memory: int):
     os.write(other, b"other")
     mailboxes[1].send(memory)
     mailboxes[1].send(memory, other, memory)
-    mailboxes[1].send(*[memory] * descriptors.MOST)
+    mailboxes[1].send(*[memory] * descriptors.MAX)
     os.close(other)
     assert taken(mailboxes[0], os.getpid(), 3) == [b"ours", b"other", b"ours"]
-    assert taken(mailboxes[0], os.getpid(), descriptors.MOST) == [b"ours"] * descriptors.MOST
+    assert taken(mailboxes[0], os.getpid(), descriptors.MAX) == [b"ours"] * descriptors.MAX
 
 
 def test_messages_that_are_none(mailboxes: tuple[Mailbox, Mailbox], memory: int):

@@ -143,13 +143,13 @@ int main() {
               offsetof(PartTable, first), offsetof(PartTable, bytes), sizeof(Args));
 }
 """
-MOST_ARGUMENT_BYTES = {lists.SHORT: 4096, lists.LONG: 32_764}  # of a kernel: until CUDA 12.1, and since
+MAX_ARGUMENT_BYTES = {lists.SHORT: 4096, lists.LONG: 32_764}  # of a kernel: until CUDA 12.1, and since
 
 
 def test_words_of_a_list(tmp_path: Path, subtests: pytest.Subtests):
     """As many parts as fit into the arguments of a kernel, each where ipc/lists.py puts it."""
     one: Any = SimpleNamespace(offset=0, nbytes=32)
-    for places, most in MOST_ARGUMENT_BYTES.items():
+    for places, most in MAX_ARGUMENT_BYTES.items():
         with subtests.test(places=places):
             (line,) = run_program(tmp_path, LIST_LAYOUT, IPCREDUCE_PARTS=str(places))
             table, sources, targets, first, nbytes, size = map(int, line.split())
@@ -191,7 +191,7 @@ int main(int, char** words) {  // a file with the table, the packets
 def test_a_thread_finds_its_array(tmp_path: Path, subtests: pytest.Subtests):
     """The kernels' search in the table, for each packet of lists of 1 array, of as many as fit, and between."""
     rng = np.random.default_rng(7)
-    for places in MOST_ARGUMENT_BYTES:
+    for places in MAX_ARGUMENT_BYTES:
         for count in sorted({1, 2, 3, 128, 129, places - 1, places}):
             with subtests.test(places=places, count=count):
                 nbytes = rng.integers(1, 70, count)

@@ -361,7 +361,7 @@ def test_a_rank_that_does_not_read_is_not_flooded(ranks: Ranks):
     (connection,) = [peer.connection for peer in reader._peers.values()]
     waiting = array.array("i", [0])
     fcntl.ioctl(connection, termios.FIONREAD, waiting)
-    assert waiting[0] < 2 * mirror._MOST_UNREAD
+    assert waiting[0] < 2 * mirror._MAX_UNREAD
     for _ in range(3):
         exchange_all(ranks)
         exchange_all(ranks)
@@ -463,7 +463,7 @@ class _Threads:
 
 @pytest.fixture(autouse=True)
 def _no_rank_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_MOST_SECONDS", "_GREET_SECONDS"):
+    for name in ("_MAX_SECONDS", "_GREET_SECONDS"):
         monkeypatch.setattr(connections, name, LONG)
 
 
@@ -587,7 +587,7 @@ def test_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch, visit: Call
 def test_start_up_ends_though_strangers_come_without_end(monkeypatch: pytest.MonkeyPatch):
     """A rank that does not come is missed at the deadline."""
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(connections, "_MOST_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "_MAX_SECONDS", 0.5)
     monkeypatch.setattr(connections, "_addresses", lambda place, own: [])
     with strangers(monkeypatch, lambda stranger: stranger.sendall(bytes(CLAIM.size))):
         found = connect_all(2)
@@ -597,7 +597,7 @@ def test_start_up_ends_though_strangers_come_without_end(monkeypatch: pytest.Mon
 
 
 def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "_MOST_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "_MAX_SECONDS", 0.3)
     monkeypatch.setattr(connections.Socket, "connect_ex", lambda *_: errno.ECONNREFUSED)
     found = connect_all(2)
     assert all(isinstance(one, UnsupportedError) for one in found), found
@@ -605,7 +605,7 @@ def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
     assert re.search(r"rank 1 has no connection to rank 0: 127\.0\.0\.1 port \d+: Connection refused", str(found[0]))
 
 
-@pytest.mark.parametrize(("most", "value"), [("_MOST_GUESTS", 1), ("_MOST_VISITS", 1)])
+@pytest.mark.parametrize(("most", "value"), [("_MAX_GUESTS", 1), ("_MAX_VISITS", 1)])
 def test_ranks_take_turns_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch, most: str, value: int):
     """A guest that is sent away for the want of room comes again."""
     monkeypatch.setattr(connections, most, value)

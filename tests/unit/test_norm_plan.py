@@ -207,5 +207,5 @@ def test_slots_are_no_plain_kernels():
 def test_what_the_kernels_have_room_for():
     text = (ROOT / "kernels" / "rmsnorm.cuh").read_text()
     groups = int(re.findall(r"constexpr u32 kMostGroups = (\d+);", text)[0])
-    assert groups * norm_plan.GROUP == norm_plan.MOST_HIDDEN
+    assert groups * norm_plan.GROUP == norm_plan.MAX_HIDDEN
     assert re.findall(r"kScaleUnits = (\d+);", text) == [str(norm_plan._SHARE)]

@@ -19,7 +19,7 @@ from ipcreduce.calls.addresses import addresses_of
 from ipcreduce.calls.request import Moved, Request, Rows, Split
 from ipcreduce.device import arguments
 from ipcreduce.ipc import lists, parts, plan
-from tests.unit.test_kernel_layout import MOST_ARGUMENT_BYTES, WORD, run_program
+from tests.unit.test_kernel_layout import MAX_ARGUMENT_BYTES, WORD, run_program
 from tests.unit.test_plan import launch_bound
 
 PACKET = plan.PACKET_BYTES
@@ -224,7 +224,7 @@ def test_words_of_a_table(tmp_path: Path, subtests: pytest.Subtests):
     assert (parts.most_pieces(lists.SHORT), parts.most_pieces(lists.LONG)) == (parts.SHORT, parts.LONG)
     for members, most in (
         (parts.ONE, 4096),
-        *zip((parts.SHORT, parts.LONG), MOST_ARGUMENT_BYTES.values(), strict=True),
+        *zip((parts.SHORT, parts.LONG), MAX_ARGUMENT_BYTES.values(), strict=True),
     ):
         with subtests.test(members=members):
             sizes, offsets = run_program(tmp_path, LAYOUT, IPCREDUCE_MEMBERS=str(members))

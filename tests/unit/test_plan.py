@@ -344,7 +344,7 @@ def test_tables_are_in_order_and_short():
     choice = plan.Choice(1000, "two_shot", 64, 3, 1)
     with pytest.raises(ValueError, match="or do not ascend"):
         plan.checked_table([choice, choice], 2)
-    many = [plan.Choice(size, "two_shot", 64, 3, 1) for size in range(1, plan.MOST_CHOICES + 2)]
+    many = [plan.Choice(size, "two_shot", 64, 3, 1) for size in range(1, plan.MAX_CHOICES + 2)]
     assert plan.checked_table(many[:-1], 2)
     with pytest.raises(ValueError, match="are more than 24"):
         plan.checked_table(many, 2)

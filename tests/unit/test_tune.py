@@ -113,7 +113,7 @@ def test_new_choices_for_rows_come_first(monkeypatch: pytest.MonkeyPatch):
         return 1.0 if (algorithm, cluster) == (wanted, 1) else 2.0
 
     found = measured(monkeypatch, [2048, 4096, 5120, 8192], before, times)
-    assert len(found) == norm_plan.MOST_CHOICES
+    assert len(found) == norm_plan.MAX_CHOICES
     assert {choice.hidden for choice in found} == {2048, 4096, 5120, 8192}
 
 

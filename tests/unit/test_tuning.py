@@ -69,8 +69,8 @@ def test_not_usable(text: str | None):
 
 
 @pytest.mark.parametrize("table", [EMPTY, TABLE, tuning.Tables(
-    tuple(plan.Choice(size, "two_shot", 64, 3, 1) for size in range(1, plan.MOST_CHOICES + 1)),
-    tuple(norm_plan.NormChoice(4096, rows, "two_shot", 1) for rows in range(1, norm_plan.MOST_CHOICES + 1)),
+    tuple(plan.Choice(size, "two_shot", 64, 3, 1) for size in range(1, plan.MAX_CHOICES + 1)),
+    tuple(norm_plan.NormChoice(4096, rows, "two_shot", 1) for rows in range(1, norm_plan.MAX_CHOICES + 1)),
 )])  # fmt: skip
 def test_sent_and_received(table: tuning.Tables):
     assert tuning.received(tuning.message(table)[0], 4) == table

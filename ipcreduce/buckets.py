@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .calls import turns
+from .calls import call_lock
 from .communicator import Communicator
 from .errors import ArgumentError, Reach, report
 from .graphs.session import session_of
@@ -133,7 +133,7 @@ class GroupCheck:
         :raises ArgumentError: on every rank, if they differ.
         """
         if group is not self._group:
-            turns.make(self._calls, self._compare, group)
+            call_lock.make(self._calls, self._compare, group)
             self._group = group
 
     def _compare(self, group: Any) -> None:

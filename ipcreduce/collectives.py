@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import habits
 from .arrays.split_call import SplitCall
 from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
-from .calls import turns
+from .calls import call_lock
 from .cuda import cupy_runtime
 from .options import checked_sms
 from .types import Op
@@ -138,7 +138,7 @@ class Collectives:
         parts = self._open
         fast = parts.fast  # once: another thread may close the communicator
         if fast is None:
-            return turns.make(parts.calls, self._split_usual, array, key, out, stream)
+            return call_lock.make(parts.calls, self._split_usual, array, key, out, stream)
         return fast.make(None, self._split_usual, array, key, out, stream, fast.lookup_split)
 
     def _split_usual(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Any:

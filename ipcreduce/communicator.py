@@ -17,7 +17,7 @@ from .arrays.lists import ListCall
 from .arrays.maps import Map, MapCall
 from .arrays.norms import FP8
 from .arrays.plain import PlainCall
-from .calls import turns
+from .calls import call_lock
 from .collectives import Collectives, breaks_trace
 from .cuda import cupy_runtime
 from .device.launch_cache import Limited
@@ -192,14 +192,14 @@ class Communicator(Collectives):
             if fast is not None:
                 key = Limited(op, sms) if then is None and type(op) is str and type(sms) is int else None
                 return fast.make(None, usual, array, key, out, stream)
-            return turns.make(self._open.calls, usual, array, op, out, stream)
+            return call_lock.make(self._open.calls, usual, array, op, out, stream)
         if fast is not None:
             if then is None:
                 return fast.make(None, self._allreduce, array, op, out, stream)
             return fast.make(None, self._allreduce_then, array, (op, then), out, stream, fast.lookup_map)
         if then is None:
-            return turns.make(self._open.calls, self._allreduce, array, op, out, stream)
-        return turns.make(self._open.calls, self._allreduce_then, array, (op, then), out, stream)
+            return call_lock.make(self._open.calls, self._allreduce, array, op, out, stream)
+        return call_lock.make(self._open.calls, self._allreduce_then, array, (op, then), out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         return self._call((ListCall if lists.is_list(array) else PlainCall)(array, op, out), stream)
@@ -263,7 +263,7 @@ class Communicator(Collectives):
         given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
         fast = self._open.fast
         if fast is None:
-            return turns.make(self._open.calls, self._allreduce_rmsnorm, given, None, given, stream)[0]
+            return call_lock.make(self._open.calls, self._allreduce_rmsnorm, given, None, given, stream)[0]
         made: tuple[Any, Any] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream, fast.lookup_norm)
         return made[0]
 

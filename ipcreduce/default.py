@@ -72,7 +72,7 @@ def _make_default(array: Any) -> Communicator:
     finally:
         if _maker == thread:
             _maker = 0
-        try:  # noqa: SIM105 - see turns.make
+        try:  # noqa: SIM105 - see call_lock.make
             _making.release()
         except RuntimeError:  # this thread does not have it
             pass

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from . import clock
-from .calls import turns
+from .calls import call_lock
 from .calls.over_page import OverPage
 from .calls.sequence import CallSequence
 from .cuda import current_streams
@@ -62,7 +62,7 @@ class Suspension:
         """See :meth:`ipcreduce.Communicator.suspend`."""
         with self._calls.lock:
             if not self.is_on:
-                turns.make(self._calls, self._suspend, pools, timeout)
+                call_lock.make(self._calls, self._suspend, pools, timeout)
 
     def resume(self) -> None:
         """See :meth:`ipcreduce.Communicator.resume`."""
@@ -73,15 +73,15 @@ class Suspension:
             if self._error is None:
                 return
             if calls.within:  # a handler within resume() itself, which goes on undisturbed
-                turns.make_way(calls)
+                call_lock.make_way(calls)
             try:
                 calls.unusable = None
-                used = turns.make(calls, self._resume)
+                used = call_lock.make(calls, self._resume)
             finally:
                 if calls.unusable is None:
                     calls.unusable = self._error  # None, if it is resumed
             if used:  # a call of its own: a peer may not have left resume() yet, and a fault in that would lose it
-                turns.make(calls, _raise_used)
+                call_lock.make(calls, _raise_used)
 
     def close(self) -> None:
         """Let go of the backend. The communicator is closed."""

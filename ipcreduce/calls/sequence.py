@@ -27,7 +27,7 @@ from ..page.records import fence
 from ..page.rounds import Abandon, Left, Rounds
 from ..texts import described
 from ..types import Stream
-from . import faults, turns
+from . import call_lock, faults
 from .backend import Backend
 from .right_calls import RightCalls
 
@@ -51,7 +51,7 @@ class CallSequence:
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
         self.recording: Any = None  # the open Recording of graphs/, which calls/ cannot import
         self.lock = RLock()
-        self.within = False  # this and the next: see turns.py
+        self.within = False  # this and the next: see call_lock.py
         self.nested: list[Callable[[], None]] = []
         self._noted = 0  # see faults.note
         self._right = RightCalls()
@@ -133,7 +133,7 @@ class CallSequence:
             if self.within:
                 self.nested.append(partial(self.fail, error, begun=False, foreign=foreign))
             elif self.unusable is None:
-                turns.alone(self, self._fail_next, error, foreign)
+                call_lock.alone(self, self._fail_next, error, foreign)
 
     def _fail_next(self, error: BaseException, foreign: bool) -> None:
         self.number += 1
@@ -290,7 +290,7 @@ class CallSequence:
         """
         self.check_usable()
         self.nested.clear()
-        return turns.alone(self, self._recover)
+        return call_lock.alone(self, self._recover)
 
     def _recover(self) -> int:
         page = self.page

@@ -15,7 +15,7 @@ from ..arrays.lists import ListCall
 from ..arrays.maps import MapCall
 from ..arrays.plain import PlainCall
 from ..arrays.split_call import SplitCall
-from ..calls import turns
+from ..calls import call_lock
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, torch_runtime
 from ..cuda.contexts import using
@@ -78,7 +78,7 @@ class FastPath:
         try:
             calls.lock.acquire()  # here, so that an interrupt behind it still releases the lock
             if calls.within or calls.nested:
-                turns.make_way(calls)
+                call_lock.make_way(calls)
             if calls.unusable is not None:
                 calls.check_usable()
             try:
@@ -102,7 +102,7 @@ class FastPath:
             finally:
                 calls.within = False
                 if calls.nested:
-                    turns.tell_nested(calls)
+                    call_lock.tell_nested(calls)
         finally:
             try:  # noqa: SIM105  (suppress() takes 0.3 us)
                 calls.lock.release()

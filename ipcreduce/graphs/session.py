@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import views
-from ..calls import turns
+from ..calls import call_lock
 from ..calls.sequence import CallSequence
 from ..calls.votes import agree
 from ..cuda import cupy_runtime, current_streams
@@ -148,7 +148,7 @@ class GraphSession:
             recording.number, calls.recording = calls.number, recording
             recording.life = backend.life
 
-        turns.make(calls, begin)
+        call_lock.make(calls, begin)
 
     def end_recording(self, recording: Recording, error: BaseException | None) -> None:
         """End a recording by a vote: every rank goes on with it, or every rank raises. Collective.
@@ -163,7 +163,7 @@ class GraphSession:
                 self.calls.fail(error, begun=False, foreign=True)
             elif recording.life.ended:
                 stale = GraphStateError(_STALE_RECORDING)  # the others hear of it by the vote
-            turns.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
+            call_lock.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
 
     def _agree(
         self, number: int, segments: list[Segment], error: BaseException | None, stale: Exception | None = None
@@ -259,7 +259,7 @@ class GraphSession:
             return
         with calls.lock:
             if segment.calls or segment.executable is None:
-                turns.make(calls, self._launch, segment, stream, owner)
+                call_lock.make(calls, self._launch, segment, stream, owner)
                 if self._sync:
                     self.wait(stream)
                 return
@@ -289,7 +289,7 @@ class GraphSession:
 
     def _check_not_within(self, what: str) -> None:
         if self.calls.within:
-            raise UnsupportedError(f"rank {self.calls.rank}: {turns.is_within(f'{what} was called', self.calls)}")
+            raise UnsupportedError(f"rank {self.calls.rank}: {call_lock.is_within(f'{what} was called', self.calls)}")
 
     def recover(self) -> int:
         """See :meth:`Communicator.recover`. :raises UnsupportedError: within a call of the same thread."""

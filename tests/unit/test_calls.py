@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from ipcreduce.calls import faults, sequence, turns
+from ipcreduce.calls import call_lock, faults, sequence
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.fast_path import FastPath
@@ -98,13 +98,13 @@ class Rank:
 
     def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
-        turns.make(self.calls, self.calls.enter, what, stream)
+        call_lock.make(self.calls, self.calls.enter, what, stream)
         return self.calls.number
 
     def refuse(self, error: BaseException | None = None) -> BaseException:
         """One call that this rank refuses; the exception that comes out."""
         with pytest.raises(BaseException) as caught:  # noqa: PT011
-            turns.make(self.calls, fail, error or ArgumentError("no such op"))
+            call_lock.make(self.calls, fail, error or ArgumentError("no such op"))
         return caught.value
 
     def host(self, payload: bytes = b"") -> list[bytes]:
@@ -114,7 +114,7 @@ class Rank:
             self.calls.enter(SUM, 0)
             return self.calls.gather(self.calls.number, payload)
 
-        return turns.make(self.calls, body)
+        return call_lock.make(self.calls, body)
 
     def kernel_waits_in_vain(self, *peers: int) -> None:
         """What a kernel of this rank writes at its deadline."""
@@ -280,7 +280,7 @@ def nested_in(rank: Rank, how: str, attempts: Sequence[Callable[[], Any]], error
         return rank.calls.number
 
     made = outcome(
-        lambda: turns.make(rank.calls, body) if how == "usual" else fast_path_of(rank).make(None, body, 0, 0)
+        lambda: call_lock.make(rank.calls, body) if how == "usual" else fast_path_of(rank).make(None, body, 0, 0)
     )
     return found, made
 
@@ -371,7 +371,7 @@ def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
         assert type(outcome(ranks[0].call)) is UnsupportedError
         assert ranks[0].calls.number == 0
 
-    turns.alone(ranks[0].calls, exchange)
+    call_lock.alone(ranks[0].calls, exchange)
     for rank in ranks[1:]:
         raised_by(rank, PeerFailedError, "raised an error .UnsupportedError")
     assert go_on(ranks) == [2] * len(ranks)
@@ -399,7 +399,7 @@ def test_a_call_of_another_thread_waits_for_its_turn(ranks: list[Rank]):
         threading.Timer(0.05, go.set).start()
         return rank.call()
 
-    assert in_threads([lambda: turns.make(rank.calls, body), other]) == [1, 2]
+    assert in_threads([lambda: call_lock.make(rank.calls, body), other]) == [1, 2]
 
 
 @walks("entered -> withdrawn")
@@ -408,7 +408,7 @@ def test_a_call_that_is_recorded_has_no_number(ranks: list[Rank]):
         assert ranks[0].calls.number == 1
         ranks[0].calls.withdraw()
 
-    turns.make(ranks[0].calls, record)
+    call_lock.make(ranks[0].calls, record)
     assert together(ranks) == [1] * len(ranks)
 
 
@@ -513,7 +513,7 @@ def test_an_interrupt_at_the_end_of_a_call_leaves_the_lock_free(ranks: list[Rank
 
     monkeypatch.setattr(calls, "fail", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        turns.make(calls, fail, ArgumentError("no such op"))
+        call_lock.make(calls, fail, ArgumentError("no such op"))
     assert in_threads([lambda: calls.lock.acquire(timeout=HANG)]) == [True]
     assert not calls.within
 

@@ -17,7 +17,7 @@ import pytest
 from ipcreduce.arrays.lists import ListCall
 from ipcreduce.arrays.maps import Map, MapCall
 from ipcreduce.arrays.plain import PlainCall
-from ipcreduce.calls import turns
+from ipcreduce.calls import call_lock
 from ipcreduce.calls.right_calls import RightCalls
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.errors import (
@@ -74,7 +74,7 @@ class Rank:
 
     # ---- calls
     def made(self, body: Callable[..., Any], *given: Any) -> Any:
-        result, number = turns.make(self.calls, lambda: (body(*given), self.calls.number))
+        result, number = call_lock.make(self.calls, lambda: (body(*given), self.calls.number))
         self.right.append(number)
         return result
 
@@ -111,7 +111,7 @@ class Rank:
                 raise Program
             for _ in range(2 * (fault == "nested")):  # the peers are told of one behind this call, of the other later
                 with pytest.raises(UnsupportedError, match="within call"):
-                    turns.make(self.calls, self.host.call, PlainCall(1, "sum", None))
+                    call_lock.make(self.calls, self.host.call, PlainCall(1, "sum", None))
             return value
 
         return Map("v", host=function)
@@ -261,7 +261,7 @@ def test_a_fault_of_a_later_call_does_not_keep_the_peers_from_waiting():
     ranks = make_ranks(3)
     waiting = threading.Event()
     for _ in range(2):
-        turns.make(ranks[1].calls, lambda: None)
+        call_lock.make(ranks[1].calls, lambda: None)
     failing(ranks[1])
     watched = ranks[2].segment.hand_over
 
@@ -296,7 +296,7 @@ def test_an_error_that_every_rank_makes_alike():
     for expected in (0, 3):
         for rank in ranks:
             with pytest.raises(GraphStateError):
-                turns.make(rank.calls, alike)
+                call_lock.make(rank.calls, alike)
         if expected:
             in_threads([lambda rank=rank: rank.step("array", 1, "") for rank in ranks])
         assert in_threads([rank.recover for rank in ranks]) == [expected] * 2
@@ -312,7 +312,7 @@ def test_ranks_that_recover_at_the_same_moment():
     both = threading.Barrier(2)
     for rank in ranks:
         with pytest.raises(GraphStateError):
-            turns.make(rank.calls, alike)
+            call_lock.make(rank.calls, alike)
 
         def post(*given: Any, post: Any = rank.page.post_fault) -> None:
             both.wait(HANG)
@@ -345,7 +345,7 @@ def test_behind_close():
 
 def test_within_a_call_or_a_recording():
     rank = make_ranks(1)[0]
-    found = turns.make(rank.calls, lambda: outcome(rank.session.recover))
+    found = call_lock.make(rank.calls, lambda: outcome(rank.session.recover))
     assert isinstance(found, UnsupportedError)
     assert "recover() was called within call 1 of" in str(found)
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 
 from ... import clock
-from ...calls import turns
+from ...calls import call_lock
 from ...calls.over_page import OverPage
 from ...calls.sequence import CallSequence
 from ...cuda import driver
@@ -106,12 +106,12 @@ class DirectGraphs:
         with calls.lock:
             recorded, self.recorded = self.recorded, []
             if number is None:
-                turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
+                call_lock.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
                 number = calls.number
                 segments = [segment for _, resources in recorded for segment in resources.segments]
                 with calls.leaving(number):
-                    turns.alone(calls, self._agree, number, segments, None)
-            turns.alone(calls, self._register, number, [resources for _, resources in recorded])
+                    call_lock.alone(calls, self._agree, number, segments, None)
+            call_lock.alone(calls, self._register, number, [resources for _, resources in recorded])
 
     def _register(self, number: int, recorded: list[Resources]) -> None:
         launches = self._backend.launches

@@ -201,7 +201,7 @@ def pools(comm: ipcreduce.Communicator, count: int, pool_bytes: int) -> dict[str
     return {
         "state": state,
         "pool bytes": in_pool,
-        "workspace bytes": comm._open.backend.workspace.mapped_bytes,
+        "workspace bytes": comm._state.backend.workspace.mapped_bytes,
         "suspend ms": summary(suspends),
         "resume ms": summary(resumes),
         "bytes given back": min(WORLD.allgather(suspended["free bytes"] - before["free bytes"])),
@@ -312,7 +312,7 @@ def main() -> None:
     found: dict[str, Any] = {"ranks": SIZE, "start-up ms": starts()}
     say(found)
     comms = {memory: made(memory) for memory in MEMORIES}
-    found["workspace bytes"] = comms["vmm"]._open.backend.workspace.mapped_bytes
+    found["workspace bytes"] = comms["vmm"]._state.backend.workspace.mapped_bytes
     found["results with the same bits"] = same_bits(comms)
     say(found["results with the same bits"], "results have the same bits")
     found["latencies us"] = latencies(comms, options.turns)

@@ -14,7 +14,7 @@ from .options import checked_sms
 from .types import Op
 
 if TYPE_CHECKING:
-    from .open_communicator import OpenCommunicator
+    from .communicator_state import CommunicatorState
 
 Sizes = Sequence[int] | None
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -37,30 +37,30 @@ def breaks_trace(operator: str) -> Callable[[_Function], _Function]:
 class Collectives:
     """The two halves of an all-reduce, and the broadcast. :class:`ipcreduce.Communicator` has them."""
 
-    _open: OpenCommunicator
+    _state: CommunicatorState
     if not TYPE_CHECKING:  # for a type checker, every name would be one of the class
         __getattr__ = habits.not_in_communicator
 
     @property
     def rank(self) -> int:
         """This process's number, 0 to ``size`` - 1."""
-        return self._open.ranks.rank
+        return self._state.ranks.rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._open.ranks.size
+        return self._state.ranks.size
 
     def _call(self, given: Any, stream: Any) -> Any:
         """Make a call of any kind by the slow path."""
-        parts, on_device = self._open, given.on_device()
+        state, on_device = self._state, given.on_device()
         if on_device is None:  # an empty list
-            on_device = parts.backend is not None
+            on_device = state.backend is not None
         if on_device:
-            return parts.device.call(given, stream)
+            return state.device.call(given, stream)
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
-        return parts.host.call(given)
+        return state.host.call(given)
 
     @breaks_trace("all_gather")
     def allgather(
@@ -135,10 +135,10 @@ class Collectives:
         """Make a call. ``key``: its arguments but for the arrays. ``out``: what is written, if it is given."""
         if type(key[3]) is list:  # so that the call can be cached
             key = (*key[:3], tuple(key[3]), *key[4:])
-        parts = self._open
-        fast = parts.fast  # once: another thread may close the communicator
+        state = self._state
+        fast = state.fast  # once: another thread may close the communicator
         if fast is None:
-            return call_lock.make(parts.calls, self._split_usual, array, key, out, stream)
+            return call_lock.make(state.calls, self._split_usual, array, key, out, stream)
         return fast.make(None, self._split_usual, array, key, out, stream, fast.lookup_split)
 
     def _split_usual(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Any:

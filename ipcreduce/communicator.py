@@ -19,12 +19,12 @@ from .arrays.norms import FP8
 from .arrays.plain import PlainCall
 from .calls import call_lock
 from .collectives import Collectives, breaks_trace
+from .communicator_state import CommunicatorState
 from .cuda import cupy_runtime
 from .device.launch_cache import Limited
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .logs import INFO, is_logged, log
-from .open_communicator import OpenCommunicator
 from .options import Options, checked_sms, unknown_variables
 from .ranks import groups
 from .texts import described
@@ -74,8 +74,8 @@ class Communicator(Collectives):
         given = groups.of(group)
         options = Options.of(device, timeout, algorithm, backend, workspace)
         with startup.starting(given, options) as started:
-            self._open = started.opened = OpenCommunicator(self, options, started)
-            process.add(self._open)  # within the block: an interrupt behind it leaves what close_dropped() closes
+            self._state = started.opened = CommunicatorState(self, options, started)
+            process.add(self._state)  # within the block: an interrupt behind it leaves what close_dropped() closes
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if is_logged(INFO):
@@ -85,13 +85,13 @@ class Communicator(Collectives):
     @property
     def backend(self) -> str:
         """The backend of device arrays: "ipc" (this package's kernels) or "nccl"; "host" if there is none."""
-        backend = self._open.backend
+        backend = self._state.backend
         return "host" if backend is None else backend.name
 
     @property
     def xp(self) -> Any:
         """The module for this communicator's arrays: NumPy with backend "host", and otherwise CuPy."""
-        return np if self._open.backend is None else cupy_runtime.load()
+        return np if self._state.backend is None else cupy_runtime.load()
 
     @property
     def calls(self) -> int:
@@ -100,17 +100,17 @@ class Communicator(Collectives):
         Calls on arrays and lists, recordings, :meth:`suspend` and :meth:`resume` count one each, also if they raise. A
         replay counts one for each segment that has all-reduces: one without breaks.
         """
-        return self._open.calls.number
+        return self._state.calls.number
 
     def describe(self) -> str:
         """Backend, GPU, workspace, how host arrays travel, and why other backends were not chosen: several lines."""
-        parts = self._open
-        suspended = ", suspended" if parts.suspension.is_on else ""
+        state = self._state
+        suspended = ", suspended" if state.suspension.is_on else ""
         lines = [f"rank {self.rank} of {self.size}: backend {self.backend}{suspended}"]
-        if parts.backend is not None:
-            lines += parts.backend.describe()
-        lines.append(f"host arrays: {parts.host.describe()}")
-        lines += [f"not {name}: {parts.reasons[name]}" for name in ("ipc", "nccl") if name in parts.reasons]
+        if state.backend is not None:
+            lines += state.backend.describe()
+        lines.append(f"host arrays: {state.host.describe()}")
+        lines += [f"not {name}: {state.reasons[name]}" for name in ("ipc", "nccl") if name in state.reasons]
         return "\n".join(lines)
 
     # ---- the operation
@@ -186,20 +186,20 @@ class Communicator(Collectives):
         """
         if more:
             raise TypeError(habits.BY_POSITION)
-        fast = self._open.fast  # once: another thread may close the communicator
+        fast = self._state.fast  # once: another thread may close the communicator
         if sms is not None:
             usual = partial(self._allreduce_limited, op, then, sms)
             if fast is not None:
                 key = Limited(op, sms) if then is None and type(op) is str and type(sms) is int else None
                 return fast.make(None, usual, array, key, out, stream)
-            return call_lock.make(self._open.calls, usual, array, op, out, stream)
+            return call_lock.make(self._state.calls, usual, array, op, out, stream)
         if fast is not None:
             if then is None:
                 return fast.make(None, self._allreduce, array, op, out, stream)
             return fast.make(None, self._allreduce_then, array, (op, then), out, stream, fast.lookup_map)
         if then is None:
-            return call_lock.make(self._open.calls, self._allreduce, array, op, out, stream)
-        return call_lock.make(self._open.calls, self._allreduce_then, array, (op, then), out, stream)
+            return call_lock.make(self._state.calls, self._allreduce, array, op, out, stream)
+        return call_lock.make(self._state.calls, self._allreduce_then, array, (op, then), out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         return self._call((ListCall if lists.is_list(array) else PlainCall)(array, op, out), stream)
@@ -261,9 +261,9 @@ class Communicator(Collectives):
         :raises IpcReduceError: see :meth:`allreduce`. Where data is missing, all outputs are NaN.
         """
         given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
-        fast = self._open.fast
+        fast = self._state.fast
         if fast is None:
-            return call_lock.make(self._open.calls, self._allreduce_rmsnorm, given, None, given, stream)[0]
+            return call_lock.make(self._state.calls, self._allreduce_rmsnorm, given, None, given, stream)[0]
         made: tuple[Any, Any] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream, fast.lookup_norm)
         return made[0]
 
@@ -276,7 +276,7 @@ class Communicator(Collectives):
 
         :raises IpcReduceError: see :meth:`allreduce`.
         """
-        self._open.session.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
+        self._state.session.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
 
     def recover(self) -> int:
         """Wait for all ranks after an error, and start anew, as the next call would. Collective.
@@ -292,7 +292,7 @@ class Communicator(Collectives):
         :raises GraphStateError: within a recording, or while the communicator is suspended.
         :raises CaptureError: while the current stream is being captured.
         """
-        return self._open.session.recover()
+        return self._state.session.recover()
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -305,7 +305,7 @@ class Communicator(Collectives):
         :raises PeerFailedError: with ``algorithm="direct"``, if another rank's block raised. Otherwise the next call
             raises it; with NCCL graphs may then have to be recorded again. An exception in the block passes unchanged.
         """
-        with self._open.session.capture():
+        with self._state.session.capture():
             yield
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
@@ -313,7 +313,7 @@ class Communicator(Collectives):
 
         CuPy, or NumPy with backend "host". Not collective. Valid as long as it lives, also after close().
         """
-        return self._open.session.empty(shape, dtype)
+        return self._state.session.empty(shape, dtype)
 
     def suspend(self, pools: bool = False, timeout: float | None = None) -> None:
         """Give the workspace's memory back, until :meth:`resume`. Every rank has to. Graphs stay valid.
@@ -331,7 +331,7 @@ class Communicator(Collectives):
         :raises PeerFailedError: if another rank cannot suspend. Nothing has changed.
         :raises PeerLostError: if a rank has gone, or if the driver refuses to take memory back.
         """
-        self._open.suspension.suspend(pools, timeout)
+        self._state.suspension.suspend(pools, timeout)
 
     def resume(self) -> None:
         """Get new memory for the workspace, at the same addresses. Every rank has to. Idempotent.
@@ -344,7 +344,7 @@ class Communicator(Collectives):
             resumed on every rank.
         :raises PeerLostError: if a rank has gone, or if mapping the memory fails.
         """
-        self._open.suspension.resume()
+        self._state.suspension.resume()
 
     def close(self) -> None:
         """Close the communicator and free its memory. Every rank has to. It takes at most 6 s, also with a busy GPU.
@@ -352,26 +352,26 @@ class Communicator(Collectives):
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         After Ctrl-C within it, call it again: it goes on.
         """
-        self._open.close()
+        self._state.close()
 
     def __enter__(self) -> Communicator:
-        self._open.calls.check_usable()
+        self._state.calls.check_usable()
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        self._open.close("" if value is None else f"its program left the communicator's block by {described(value)}")
+        self._state.close("" if value is None else f"its program left the communicator's block by {described(value)}")
 
     # ---- what Python and other modules of the package ask for
     __reduce__ = process.refuse_copies
 
     def __repr__(self) -> str:
-        if "_open" not in vars(self):  # __init__ has raised
+        if "_state" not in vars(self):  # __init__ has raised
             return "<Communicator: not made>"
-        unusable = self._open.calls.unusable
+        unusable = self._state.calls.unusable
         end = None if unusable is None else _ENDS.get(type(unusable), "not usable")
         return f"<Communicator: rank {self.rank} of {self.size}, {end or f'backend {self.backend}'}>"
 
     @property
     def _graph_session(self) -> GraphSession:
         """The recordings of this communicator: see session_of."""
-        return self._open.session
+        return self._state.session

@@ -286,7 +286,7 @@ def after_a_fault(comm: Any) -> None:
             WORLD.Barrier()
             late = turn == 1 and RANK == SIZE - 1
             if late:
-                until(lambda: hurried._open.calls.page.aborted, "the others' deadline")
+                until(lambda: hurried._state.calls.page.aborted, "the others' deadline")
             graph.launch(on)
             with clock.passing(121.0) if SIMULATED and turn == 1 and not late else nullcontext():
                 error = error_of(hurried.synchronize)

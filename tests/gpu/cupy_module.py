@@ -27,7 +27,7 @@ def read(array: Any) -> np.ndarray:
 
 def set_epochs(comm: Any, epoch: int) -> None:
     """Set all epochs of a communicator's workspace. None of its kernels may be running."""
-    workspace = comm._open.backend.workspace
+    workspace = comm._state.backend.workspace
     memory = cupy.cuda.UnownedMemory(workspace.address, 8 * plan.EPOCH_SLOTS, workspace)
     words = cupy.ndarray((plan.EPOCH_SLOTS, 2), np.uint32, cupy.cuda.MemoryPointer(memory, 0))
     words.set(np.array([[epoch, 0]] * plan.EPOCH_SLOTS, np.uint32))

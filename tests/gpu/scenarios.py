@@ -889,8 +889,8 @@ def time_passes(comm: Any) -> AbstractContextManager[None]:
     if RANK == 1 or not SIMULATED:
         return nullcontext()
     page, number, others = (
-        comm._open.calls.page,
-        comm._open.calls.number + 1,
+        comm._state.calls.page,
+        comm._state.calls.number + 1,
         [rank for rank in range(SIZE) if rank != 1],
     )
     return clock.passing(121.0, lambda: all(page.calls.call_of(rank) >= number for rank in others))
@@ -902,7 +902,7 @@ def late_and_recover(comm: Any) -> None:
         right(brief.allreduce(mine()))
         brief.synchronize()
         if RANK == 1:
-            until(lambda: brief._open.calls.page.aborted, "the others' deadline")
+            until(lambda: brief._state.calls.page.aborted, "the others' deadline")
         with no_hang(), time_passes(brief):
             raises(ipcreduce.PeerTimeoutError, "rank 1", lambda: (brief.allreduce(mine()), brief.synchronize()))
         right(brief.allreduce(mine()))
@@ -917,7 +917,7 @@ def late_on_the_device(comm: Any) -> None:
         brief.synchronize()
         WORLD.Barrier()
         if RANK == 1:
-            page = brief._open.calls.page
+            page = brief._state.calls.page
             stream.launch_host_func(lambda _: until(lambda: page.aborted, "the others' deadline"), None)
         with time_passes(brief):
             raises(
@@ -969,7 +969,7 @@ def nested_calls(comm: Any) -> None:
                 assert type(array.outcome) is ipcreduce.UnsupportedError, repr(array.outcome)
                 assert words in str(array.outcome), array.outcome
             else:
-                told = f"rank 0 raised an error (UnsupportedError: rank 0, call {comm._open.calls.number + 1}: {words}"
+                told = f"rank 0 raised an error (UnsupportedError: rank 0, call {comm._state.calls.number + 1}: {words}"
                 refused = lambda count=turn: (comm.allreduce(mine(10 + count)), comm.synchronize())  # noqa: E731
                 raises(ipcreduce.PeerFailedError, told, refused)
             right(comm.allreduce(mine()))

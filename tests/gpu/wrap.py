@@ -61,7 +61,7 @@ class Calls:
 def epoch(comm: ipcreduce.Communicator) -> int:
     """The epoch of the next call. No kernel may be running."""
     found = np.zeros(1, np.uint32)
-    driver.copy_to_host(found, comm._open.backend.workspace.address)  # type: ignore[union-attr]
+    driver.copy_to_host(found, comm._state.backend.workspace.address)  # type: ignore[union-attr]
     return int(found[0])
 
 

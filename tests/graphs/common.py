@@ -46,7 +46,7 @@ def time_passes(comm: Any, within: bool = False) -> AbstractContextManager[None]
     """
     if RANK == LAST or not SIM:
         return contextlib.nullcontext()
-    page, number = comm._open.calls.page, comm._open.calls.number + 1
+    page, number = comm._state.calls.page, comm._state.calls.number + 1
     return clock.passing(LONG + 1, lambda: all(page.calls.call_of(rank) >= number for rank in range(LAST + within)))
 
 
@@ -124,7 +124,7 @@ def held_by_library(comm: Any) -> tuple[dict[str, int], int]:
 
 def kept_graphs(comm: Any) -> list[Any]:
     """The graphs of calls that were made again, which our kernels' backend keeps."""
-    return [*comm._open.backend._graphs._graphs.values()] if comm.backend == "ipc" else []
+    return [*comm._state.backend._graphs._graphs.values()] if comm.backend == "ipc" else []
 
 
 def given_back(comm: Any, before: tuple[dict[str, int], int]) -> None:

@@ -91,7 +91,7 @@ def _held(comm: Any, direct: Any) -> dict[str, int]:
     what, descriptors = held_by_library(direct)
     return {
         "device bytes": what.get("bytes", what.get("allocations", 0)),  # on the simulator: allocations
-        "mappings": len(direct._open.session.direct.mappings._mapped) if comm.size > 1 else 0,
+        "mappings": len(direct._state.session.direct.mappings._mapped) if comm.size > 1 else 0,
         "descriptors": descriptors,
         "host KB": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024,
     }

@@ -122,7 +122,7 @@ def after_a_fault(comm: Any) -> None:
 
 def interrupted_at_the_end(comm: Any) -> None:
     """One rank, in the end of a recording: before its vote, behind it, or as it tells of an error. The others hear."""
-    source, calls, session = mine(), comm._open.calls, comm._open.session
+    source, calls, session = mine(), comm._state.calls, comm._state.session
     for what, failing in (
         ("before", mock.patch.object(votes, "_checksums", side_effect=KeyboardInterrupt)),
         ("behind", mock.patch.object(session, "run_recording", side_effect=KeyboardInterrupt)),

@@ -118,7 +118,7 @@ def exception_in_capture(comm: Any) -> None:
 
     The others get PeerFailedError: at the end of their blocks if graphs are registered there, else in the next call.
     """
-    registers = comm._open.session.direct is not None
+    registers = comm._state.session.direct is not None
     for who in ([LAST], [0], range(SIZE)):
         for inner in (False, True):
             kept = []
@@ -137,7 +137,7 @@ def exception_in_capture(comm: Any) -> None:
             assert kept[0].states() == {"staged"}
             WORLD.Barrier()
             if RANK not in who and not registers:
-                until(lambda: comm._open.calls.page.abort_word[0])  # between hosts the word takes a while
+                until(lambda: comm._state.calls.page.abort_word[0])  # between hosts the word takes a while
                 with told:
                     comm.allreduce(mine())
             kept[0].check(2)
@@ -160,15 +160,15 @@ def one_vote(comm: Any) -> None:
                 with graphs.enter_context(Graph(comm)).record():
                     comm.allreduce(mine())
                 assert len(votes) == recordings
-            number = comm._open.calls.number
-        registers = comm._open.session.direct is not None
-        assert (len(votes) > 3, comm._open.calls.number - number) == (registers, registers)
+            number = comm._state.calls.number
+        registers = comm._state.session.direct is not None
+        assert (len(votes) > 3, comm._state.calls.number - number) == (registers, registers)
 
 
 def one_registration(comm: Any) -> None:
     """However many graphs there are: the ranks meet once, and a slab that several of them use is mapped once."""
     with Communicator(algorithm="direct") as forced:
-        mappings, opened = forced._open.session.direct.mappings, []  # type: ignore[union-attr]
+        mappings, opened = forced._state.session.direct.mappings, []  # type: ignore[union-attr]
 
         def counted(mapped: Callable[..., None]) -> Callable[..., None]:
             def count(key: Any, *given: Any) -> None:

@@ -110,7 +110,7 @@ def the_same_arrays(comm: Any) -> None:
 def arrays_in_the_place_of_others(comm: Any) -> None:
     """New arrays with the ids of old ones, which a call then must not be taken for."""
     total = cupy.zeros(300, np.int32)
-    cached = comm._open.backend.launch_cache.objects
+    cached = comm._state.backend.launch_cache.objects
     array = cupy.full((300,), RANK + 1, np.int32)
     for _ in range(5):
         right(comm.allreduce(array, out=total), TOTAL)
@@ -154,7 +154,7 @@ def full_tables(comm: Any) -> None:
                     right(result, TOTAL - SIZE + SIZE * i)
         if module is ready and comm.backend == "ipc":
             assert len(kept_graphs(comm)) == most
-    cached = comm._open.backend.launch_cache
+    cached = comm._state.backend.launch_cache
     assert max(len(cached.objects), len(cached.places)) <= 6
 
 
@@ -163,7 +163,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
     source, *outs = (cupy.zeros(64, np.int32) for _ in range(3))
     draws = np.random.default_rng(5).integers(0, 1 << 30, (SIZE, 64)).astype(np.int32)
     source[...] = cupy.asarray(draws[RANK])
-    placed = comm._open.backend.launch_cache.places
+    placed = comm._state.backend.launch_cache.places
     for turn in range(6):
         out = outs[turn % 2]
         calls = (64, np.int32, "sum"), (64, np.int32, "max"), (60, np.int32, "sum"), (32, np.int64, "sum")
@@ -186,7 +186,7 @@ def not_as_quick(comm: Any) -> None:
             array.fill(RANK + 1)
             right(comm.allreduce(array, out=result))
         right(memory[1::2], 0)
-    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._open.backend.launch_cache.objects
+    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._state.backend.launch_cache.objects
     works(comm)
 
 
@@ -195,7 +195,7 @@ def in_several_launches(comm: Any) -> None:
     count = 200_003
     with Communicator(workspace=1 << 20) as small:
         arrays = [cupy.zeros(count, np.float32) for _ in range(2)]
-        usual = mock.patch.object(small._open.device, "call", side_effect=small._open.device.call)
+        usual = mock.patch.object(small._state.device, "call", side_effect=small._state.device.call)
         with usual as calls:
             for turn in range(9):
                 values = np.arange(count, dtype=np.float32) % 1000 * (turn + 1)
@@ -214,7 +214,7 @@ def in_several_launches(comm: Any) -> None:
 
 def _fails_in_the_middle(small: Communicator, array: Any) -> None:
     """Of the launches of a quick call, the second one fails on a rank: the others hear of it, and the next is right."""
-    last = small._open.backend.prepare(request.plain(array.shape, "float32", "sum")).steps[1].launch
+    last = small._state.backend.prepare(request.plain(array.shape, "float32", "sum")).steps[1].launch
     run = type(last).run
 
     def failing(launch: Any, stream: Any) -> None:
@@ -291,7 +291,7 @@ def interrupted_while_waiting(comm: Any) -> None:
             locked, done = threading.Event(), threading.Event()
 
             def hold(locked: threading.Event = locked, done: threading.Event = done) -> None:
-                with comm._open.calls.lock:
+                with comm._state.calls.lock:
                     locked.set()
                     done.wait(HANG)
 
@@ -397,12 +397,12 @@ def replaced_meanwhile(comm: Any) -> None:
                 graph.replay()
             stream.synchronize()
             executable = graph.segments[0].executable
-            direct._open.calls.lock.acquire()
+            direct._state.calls.lock.acquire()
             replay = OTHER_THREAD.submit(on(stream, graph.replay))
             late(0.2)  # it waits for the lock now
         assert graph.segments[0].executable is not executable
         WORLD.Barrier()
-        direct._open.calls.lock.release()
+        direct._state.calls.lock.release()
         replay.result()
         with stream:  # which nothing else orders behind the default one
             total.fill(-1)
@@ -554,7 +554,7 @@ def differences_of_ranks_apart(comm: Any) -> None:
     between = RANK % 2 == 1 or RANK > 2
     WORLD.Barrier()
     if SIZE > 3 and between:
-        until(lambda: comm._open.backend.page.aborted, "a difference")
+        until(lambda: comm._state.backend.page.aborted, "a difference")
     if SIZE > 3:
         with raises(RankMismatchError, "(50,)", "(51,)"):
             comm.allreduce(mine(51 if RANK == 2 else 50))

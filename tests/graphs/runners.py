@@ -218,13 +218,13 @@ def addresses(comm: Any) -> None:
                 if check == "never":
                     assert call(moved, **how) is first
                     continue
-                launched = comm._open.calls.number
+                launched = comm._state.calls.number
                 with raises(AddressChangedError, 'args[0]["x"]: 0x', 'args[0]["more"][1]') as caught:
                     call(moved, **how)
                 error = caught.error
                 assert set(error.changed) == {'args[0]["x"]', 'args[0]["more"][0]'}, error.changed
                 assert set(error.added) == {'args[0]["more"][1]'}
-                assert comm._open.calls.number <= launched + 1, "something was launched"
+                assert comm._state.calls.number <= launched + 1, "something was launched"
                 works(comm)
                 with raises(AddressChangedError, 'kwargs["scale"]'):
                     call(scale=mine(1), **how)

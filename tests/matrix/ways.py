@@ -162,7 +162,7 @@ def in_both_states(cell: Cell, check: Callable[[Communicator, Call], None], **op
 
 def has_heard(comm: Communicator) -> bool:
     """True once this rank can know that another one has given up. No public name says so."""
-    return bool(comm._open.calls.page.aborted)
+    return bool(comm._state.calls.page.aborted)
 
 
 def late_rank(cell: Cell) -> None:

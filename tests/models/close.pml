@@ -1,4 +1,4 @@
-/* close(): OpenCommunicator.close (open_communicator.py), DeviceBackend.close (device/backend.py), IpcBackend._close (ipc/backend.py),
+/* close(): CommunicatorState.close (communicator_state.py), DeviceBackend.close (device/backend.py), IpcBackend._close (ipc/backend.py),
  * has_unmapped and leave (control_page.py), Watch (watchdog.py), give_back_after and flush (device/deferred_free.py).
  *
  * Each rank makes up to CALLS calls, as it likes, whose kernels store into the peers' memory, and closes. A call that

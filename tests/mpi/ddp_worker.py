@@ -147,10 +147,10 @@ def unsynchronised() -> None:
     for step in range(2):
         model.zero_grad()
         with model.no_sync():
-            calls = comm._open.calls.number
+            calls = comm._state.calls.number
             for part in range(2):
                 loss(model(batch(3 * step + part))).backward()
-            assert comm._open.calls.number == calls
+            assert comm._state.calls.number == calls
         loss(model(batch(3 * step + 2))).backward()
         same_bits(seen)
         alone = Model().to(DEVICE)
@@ -272,7 +272,7 @@ def failures() -> None:
             step_of(model, 2)
         broken[0] = Fails.now = False
         if RANK == SIZE - 1:  # PyTorch may drop the failed pass in another thread
-            until(lambda: comm._open.calls.raised, "the word to the others")
+            until(lambda: comm._state.calls.raised, "the word to the others")
         assert comm.allreduce(1) == SIZE, "the communicator does not go on"
     step_of(wrapped(hook))
 

@@ -127,7 +127,7 @@ WAYS = {"two shots": (16, 1 << 20), "chunks of two shots": (16, 960), "chunks of
 def go(comm: Communicator, one_shot: int, chunk: int) -> None:
     """Let messages go this way. Through shared memory only two shots have chunks."""
     over_mpi._ONE_SHOT_BYTES, over_mpi._SEGMENT_BYTES = one_shot, chunk
-    through = comm._open.host._shared
+    through = comm._state.host._shared
     if through is not None:
         segment = through._segment
         segment.small_bytes = min(one_shot, segment.small[0][0].nbytes) if chunk >= one_shot else 16
@@ -372,7 +372,7 @@ def late(comm: Communicator) -> None:
         if RANK == LAST:
             raises(PeerTimeoutError, f"{words}; it is this rank)", lambda: right(brief))
         else:
-            page, others = brief._open.calls.page, range(LAST)
+            page, others = brief._state.calls.page, range(LAST)
             come = lambda: all(page.calls.call_of(rank) > 1 for rank in others)  # noqa: E731
             begun = clock.now()
             with clock.passing(20.0, come):
@@ -397,7 +397,7 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
 
     def take_part() -> None:
         record = exchange.message(exchange.CONFIRMATION)
-        exchange.allgather(comm._open.ranks, record, library_clock.now() + 120, "a test")
+        exchange.allgather(comm._state.ranks, record, library_clock.now() + 120, "a test")
 
     worker.await_others(WORLD)
     if RANK == LAST:
@@ -483,7 +483,7 @@ def recovered(comm: Communicator) -> None:
 
 def failed_behind_the_data(comm: Communicator) -> None:
     """The last rank fails as soon as it has all data. Rank 0 sees the fault before its own data, and waits for them."""
-    page, complete, polls = comm._open.calls.page, exchange.complete, iter(range(3))
+    page, complete, polls = comm._state.calls.page, exchange.complete, iter(range(3))
 
     def fail(v: np.ndarray) -> np.ndarray:
         raise ValueError("of the function")
@@ -517,7 +517,7 @@ def interrupted(comm: Communicator) -> None:
             if RANK == 0:
 
                 def ring(brief: Communicator = brief) -> None:
-                    if brief._open.calls.page.calls.call_of(0) > 1:
+                    if brief._state.calls.page.calls.call_of(0) > 1:
                         raise Alarm
                     alarm.call_later(0.1, ring)  # it is not in its call yet
 
@@ -546,7 +546,7 @@ def left_before_the_data(comm: Communicator) -> None:
     """Rank 0 is interrupted once all others exchange data over MPI. Nobody says that all goes on."""
     with Communicator() as brief:
         right(brief)
-        host = brief._open.host
+        host = brief._state.host
 
         def interrupted(*_: object) -> None:
             for _ in range(LAST):
@@ -792,9 +792,9 @@ def every_rank_is_watched(comm: Communicator) -> None:
     Page.join = join_late
     try:
         with Communicator() as watched:
-            assert watched._open.watch is not None
+            assert watched._state.watch is not None
             processes = watchdog._watchdog._processes.values()
-            ranks = {rank for process in processes for watch, rank in process.ranks if watch is watched._open.watch}
+            ranks = {rank for process in processes for watch, rank in process.ranks if watch is watched._state.watch}
             assert ranks == set(range(SIZE)) - {RANK}, ranks
     finally:
         Page.join = join
@@ -1048,7 +1048,7 @@ def nested(comm: Communicator) -> None:
 
         def ring(main: int = threading.get_ident()) -> None:
             time.sleep(1e-3)
-            while not brief._open.calls.within:
+            while not brief._state.calls.within:
                 time.sleep(1e-3)
             signal.pthread_kill(main, signal.SIGUSR1)
 
@@ -1083,7 +1083,7 @@ def default(comm: Communicator) -> None:
     assert ipcreduce.get_communicator() is first
     assert (first.rank, first.size, first.backend) == (RANK, SIZE, "host")
     assert ipcreduce.allreduce(np.full(3, 2)).tolist() == [2 * SIZE] * 3
-    assert first._open.calls.number == 1, "not on the default communicator"
+    assert first._state.calls.number == 1, "not on the default communicator"
     alone = Communicator(MPI.COMM_SELF)
     assert ipcreduce.allreduce(np.full(3, 2), comm=alone).tolist() == [2] * 3
     assert ipcreduce.allreduce(array := np.full(3, RANK), "max", out=array) is array
@@ -1151,7 +1151,7 @@ def main() -> None:
         assert comm.backend == "host", comm.describe()
         way = {"memory": "MB of shared memory", "page": "No space left on device"}
         assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()
-        assert (comm._open.host._shared is not None) == (HOW == "memory")
+        assert (comm._state.host._shared is not None) == (HOW == "memory")
         for name in sys.argv[2:]:
             started = time.monotonic()
             SCENARIOS[name](comm)

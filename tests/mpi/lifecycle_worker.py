@@ -113,7 +113,7 @@ def used_until_the_end() -> None:
                 waiting.allreduce(np.ones(3))
 
         threading.Thread(target=wait, daemon=True).start()
-        until(lambda: waiting._open.calls.number, "the call")
+        until(lambda: waiting._state.calls.number, "the call")
 
 
 def without_threads() -> None:

@@ -94,7 +94,7 @@ def reprs() -> None:
     for kind in (Communicator, Graph, GraphRunner):  # as a debugger shows them while __init__ raises
         assert repr(kind.__new__(kind)) == f"<{kind.__name__}: not made>"
     lost = Communicator()
-    lost._open.calls.lose("gone", KeyError("x"))
+    lost._state.calls.lose("gone", KeyError("x"))
     assert repr(lost) == f"<Communicator: rank {RANK} of {SIZE}, lost: it can only be closed>"
     raises(PeerLostError, "can only be closed", lambda: enter(lost))
     lost.close()

@@ -222,9 +222,9 @@ def transforms() -> None:
 
     torch.testing.assert_close(torch.func.grad(in_place)(x), 8 * summed(3) / SIZE)
     pair = torch.stack([x, 2 * x], 1)
-    calls = comm._open.calls.number
+    calls = comm._state.calls.number
     batched = torch.func.vmap(lambda a: OPERATOR(a, "sum", "world"), in_dims=1)(pair)
-    assert comm._open.calls.number == calls + 1, "a call for each element of the batch"
+    assert comm._state.calls.number == calls + 1, "a call for each element of the batch"
     assert torch.equal(batched, torch.stack([summed(3), 2 * summed(3)]))
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(cubed), in_dims=1)(pair), torch.stack([once, 4 * once]))
     refused("op max has no derivative", lambda: torch.func.grad(lambda a: OPERATOR(a, "max", "world").sum())(x))

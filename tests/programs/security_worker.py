@@ -157,7 +157,7 @@ def dies_unseen(group: ByFiles, directory: Path) -> None:
     begun = clock.now()
     with clock.passing(20.0), raises(errors.PeerTimeoutError, f"rank {group.Get_size() - 1} did not call within"):
         right(comm)
-    assert clock.now() - begun > 120 or comm._open.calls.page.missed()
+    assert clock.now() - begun > 120 or comm._state.calls.page.missed()
     with no_hang("close()"):
         comm.close()
 

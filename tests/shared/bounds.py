@@ -23,7 +23,7 @@ _START_UP = {
     "ipcreduce.ipc.peers": ("_VERIFY_SECONDS",),
 }
 _PATIENCE = _START_UP | {
-    "ipcreduce.open_communicator": ("_CLOSE_SECONDS",),
+    "ipcreduce.communicator_state": ("_CLOSE_SECONDS",),
     "ipcreduce.process": ("CLOSE_SECONDS",),
     "ipcreduce.device.backend": ("_ABORT_SECONDS", "_GIVE_UP_SECONDS"),
     "ipcreduce.device.deferred_free": ("_RECLAIM_SECONDS", "_CALL_SECONDS"),

@@ -37,7 +37,7 @@ LAYERS = (
     ("ipcreduce.graphs",),
     tuple(
         f"ipcreduce.{name}"
-        for name in ("startup", "device_reducer", "suspension", "open_communicator", "collectives", "communicator")
+        for name in ("startup", "device_reducer", "suspension", "communicator_state", "collectives", "communicator")
     ),
     ("ipcreduce.default",),
     ("ipcreduce",),
@@ -164,7 +164,7 @@ def test_direct_has_one_seam():
     }
     assert importers == {"ipcreduce.graphs.session"}
     assert strangers() == set()
-    options = {"ipcreduce.options", "ipcreduce.open_communicator"}
+    options = {"ipcreduce.options", "ipcreduce.communicator_state"}
     assert {name for name in MODULES if not is_direct(name) and "direct" in texts(name)} == {*importers, *options}
 
 

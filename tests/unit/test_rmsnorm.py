@@ -203,11 +203,11 @@ def test_column_major_scales(comm: ipcreduce.Communicator, rows: int):
 
 
 def test_no_rows_are_a_call(comm: ipcreduce.Communicator):
-    number = comm._open.calls.number
+    number = comm._state.calls.number
     for how in (None, FP8(per="token"), FP8(per=128), FP8(scale=np.ones((), np.float32))):
         found = comm.allreduce_rmsnorm(np.zeros((2, 0, 128), BF16), np.ones(128, BF16), quantize=how)
         assert found[0].shape == found[-1].shape == (2, 0, 128)
-    assert comm._open.calls.number == number + 4
+    assert comm._state.calls.number == number + 4
 
 
 def test_the_modules_function():

@@ -19,7 +19,7 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, errors, open_communicator
+from ipcreduce import Communicator, communicator_state, errors
 from ipcreduce.page import shared_files
 from tests.shared.bounds import HANG, until
 from tests.sim.scenarios import WORLD
@@ -51,13 +51,13 @@ def delay(stream: int) -> None:
 
 def others_wait(comm: Any) -> Callable[[], bool]:
     """A condition that holds once every rank but the last is in the call that this one makes next."""
-    page, number = comm._open.calls.page, comm._open.calls.number + 1
+    page, number = comm._state.calls.page, comm._state.calls.number + 1
     return lambda: all(page.calls.call_of(rank) >= number for rank in range(LAST))
 
 
 def told(comm: Any) -> None:
     """Wait until a fault has been told to this rank."""
-    until(lambda: comm._open.calls.page.aborted, "a fault")
+    until(lambda: comm._state.calls.page.aborted, "a fault")
 
 
 def works(comm: Any, count: int = 10) -> None:
@@ -131,7 +131,7 @@ def environment(rank: int | None = None, **variables: str) -> Iterator[None]:
 
 def close_seconds(seconds: float) -> Any:
     """For a while, how long close() waits for the peers."""
-    return mock.patch.object(open_communicator, "_CLOSE_SECONDS", seconds)
+    return mock.patch.object(communicator_state, "_CLOSE_SECONDS", seconds)
 
 
 def fault(comm: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import Communicator, Graph, errors, open_communicator
+from ipcreduce import Communicator, Graph, communicator_state, errors
 from ipcreduce.cuda.virtual_memory import Range
 from ipcreduce.device import deferred_free
 from ipcreduce.graphs.direct.registration import DirectGraphs
@@ -76,10 +76,10 @@ def freed_once_unmapped() -> None:
 
 def _freed_once_unmapped(comm: Communicator) -> None:
     works(comm)
-    assert comm._open.backend is not None
+    assert comm._state.backend is not None
     page, workspace, peers = (
-        comm._open.calls.page,
-        comm._open.backend.workspace,
+        comm._state.calls.page,
+        comm._state.backend.workspace,
         [rank for rank in range(SIZE) if rank != RANK],
     )
     own, unmap = workspace.address, workspace.unmap_peers
@@ -105,7 +105,7 @@ def _freed_once_unmapped(comm: Communicator) -> None:
     with (
         mock.patch.object(driver, "free", freeing),
         mock.patch.object(Range, "close", closing),
-        mock.patch.object(open_communicator, "_CLOSE_SECONDS", 0.2),
+        mock.patch.object(communicator_state, "_CLOSE_SECONDS", 0.2),
     ):
         if RANK != 0:
             WORLD.Barrier()
@@ -240,7 +240,7 @@ def forked() -> None:
         graph.close()
         comm.close()
 
-    with held_by_another_thread(comm._open.calls.lock):
+    with held_by_another_thread(comm._state.calls.lock):
         worker.in_a_fork(check)
     graph.replay()
     right(result)
@@ -378,9 +378,9 @@ def closed_beside_a_call() -> None:
 
     thread = threading.Thread(target=call, daemon=True)
     if RANK == 0:
-        before = comm._open.calls.number
+        before = comm._state.calls.number
         thread.start()
-        until(lambda: comm._open.calls.number > before, "the call")
+        until(lambda: comm._state.calls.number > before, "the call")
         closing_takes(comm, 2.25)
         thread.join(HANG)
         assert [type(error) for error in found] == [errors.PeerLostError], found
@@ -417,7 +417,7 @@ def interrupted_where_others_meet() -> None:
     fault(comm)
     WORLD.Barrier()
     if RANK == 0:
-        page, meeting = comm._open.calls.page, comm._open.calls._rounds._meeting + 1
+        page, meeting = comm._state.calls.page, comm._state.calls._rounds._meeting + 1
 
         def interrupt() -> None:
             until(lambda: page.read_meeting(meeting)[0], "rank 0")
@@ -471,7 +471,7 @@ def registered_graph_in_a_fork() -> None:
             result = comm.allreduce(mine())
         assert graphs[0].state == "registered"
         comm.synchronize()
-        marks, calls = comm._open.session.direct.mappings.marks, driver.calls()
+        marks, calls = comm._state.session.direct.mappings.marks, driver.calls()
 
         def check() -> None:
             graphs.clear()

@@ -66,7 +66,7 @@ def buckets_behind_the_gradients() -> None:
 def long_buckets_run_in_few_blocks() -> None:
     with hooked() as (comm, hook), BackwardPass():
         averaged(hook.average(None, bucket_of(RANK + 1)))
-        assert [request.sms for request in comm._open.backend._prepared if request.op == "avg"] == [8]
+        assert [request.sms for request in comm._state.backend._prepared if request.op == "avg"] == [8]
 
 
 def sparse_gradients() -> None:

@@ -87,16 +87,16 @@ def forms_of_lists() -> None:
                 small = [cupy.zeros((200,), np.float32) for _ in range(100)]
                 for arrays, most in ((small, 1), (few(), 3)):  # one launch for all arrays of a dtype, but empty ones
                     comm.allreduce(arrays)
-                    prepared = comm._open.backend._prepared.items()
+                    prepared = comm._state.backend._prepared.items()
                     assert {len(one.steps) for of, one in prepared if len(of.members) == len(arrays)} == {most}
             one = cupy.full((3, 4), RANK + 1, np.int32)
             (again,) = comm.allreduce(form([one]))
             assert again.shape == (3, 4)
             right(again)
-        number, out = comm._open.calls.number, []
+        number, out = comm._state.calls.number, []
         assert comm.allreduce(out, out=out) is out
         assert comm.allreduce(()) == []
-        assert comm._open.calls.number == number + 2, "an empty list is a call"
+        assert comm._state.calls.number == number + 2, "an empty list is a call"
         kept = few()
         for value in (3, 5):  # the same arrays again, of other shapes and values
             for _ in range(3):
@@ -464,7 +464,7 @@ def interrupted_list() -> None:
         works(comm)
         arrays = few()
         if RANK == LAST:
-            interrupt = mock.patch.object(comm._open.backend, "run", side_effect=KeyboardInterrupt)
+            interrupt = mock.patch.object(comm._state.backend, "run", side_effect=KeyboardInterrupt)
             with contextlib.suppress(KeyboardInterrupt), interrupt:
                 comm.allreduce(arrays)
                 raise AssertionError("no KeyboardInterrupt")

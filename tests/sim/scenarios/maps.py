@@ -201,8 +201,8 @@ def ordered_expressions() -> None:
 @contextlib.contextmanager
 def usual_calls(comm: Any) -> Iterator[Any]:
     """A count of the calls that take the slow path."""
-    calls = mock.Mock(wraps=comm._open.device.call)
-    with mock.patch.object(comm._open.device, "call", calls):
+    calls = mock.Mock(wraps=comm._state.device.call)
+    with mock.patch.object(comm._state.device, "call", calls):
         yield calls
 
 

@@ -166,8 +166,8 @@ def cached_norms() -> None:
     """Calls into the program's own arrays are ready from the third time on, as long as these stay as they are."""
 
     def check(comm: Any) -> None:
-        calls = mock.Mock(wraps=comm._open.device.call)
-        with mock.patch.object(comm._open.device, "call", calls):
+        calls = mock.Mock(wraps=comm._state.device.call)
+        with mock.patch.object(comm._state.device, "call", calls):
             for dtype, scales in (("bfloat16", ""), ("bfloat16", "token"), ("float32", "group"), ("float16", "given")):
                 case = Case((4, 256), dtype, scales)
                 x, residual = case.x.copy(), case.residual.copy()
@@ -209,7 +209,7 @@ def cached_norms() -> None:
                 calls.reset_mock()
                 case.check(case.call(comm, **own), x)
                 assert not calls.called
-                table = comm._open.backend.launch_cache.objects
+                table = comm._state.backend.launch_cache.objects
                 found = len(table)
                 del own, x, residual
                 calls.reset_mock()
@@ -219,9 +219,9 @@ def cached_norms() -> None:
     over_backends(check)
     with Communicator() as comm, torch.imported():
         case, places = Case((4, 256)), [cupy.zeros((4, 256), norms.DTYPES["bfloat16"]) for _ in range(2)]
-        calls = mock.Mock(wraps=comm._open.device.call)
+        calls = mock.Mock(wraps=comm._state.device.call)
         weight, residual, x = Tensor(case.weight), Tensor(case.residual.copy()), Tensor(places[0])
-        with mock.patch.object(comm._open.device, "call", calls):
+        with mock.patch.object(comm._state.device, "call", calls):
             for turn in range(8):
                 x.array = places[turn // 4]  # as set_() does
                 x.array[...], residual.array[...] = case.x, case.residual
@@ -267,8 +267,8 @@ def cached_norms_of_another_shape() -> None:
 @contextlib.contextmanager
 def usual_calls(comm: Any) -> Any:
     """A count of the calls that take the slow path."""
-    calls = mock.Mock(wraps=comm._open.device.call)
-    with mock.patch.object(comm._open.device, "call", calls):
+    calls = mock.Mock(wraps=comm._state.device.call)
+    with mock.patch.object(comm._state.device, "call", calls):
         yield calls
 
 
@@ -482,11 +482,11 @@ def norms_without_rows() -> None:
     """No rows are a call with a number, and are compared."""
 
     def check(comm: Any) -> None:
-        number = comm._open.calls.number
+        number = comm._state.calls.number
         for how in (None, FP8(per="token"), FP8(per=128, column_major=True)):
             found = comm.allreduce_rmsnorm(cupy.zeros((0, 256), np.float16), cupy.ones(256, np.float16), quantize=how)
             assert found[0].shape == found[-1].shape == (0, 256)
-        assert comm._open.calls.number == number + 3
+        assert comm._state.calls.number == number + 3
 
     over_backends(check)
     y, total = ipcreduce.allreduce_rmsnorm(cupy.full((2, 64), 2, np.float32), cupy.ones(64, np.float32), 0.0)
@@ -789,7 +789,7 @@ def interrupted_norm() -> None:
         works(comm)
         case = Case((4, 256))
         if RANK == LAST:
-            interrupt = mock.patch.object(comm._open.backend, "run", side_effect=KeyboardInterrupt)
+            interrupt = mock.patch.object(comm._state.backend, "run", side_effect=KeyboardInterrupt)
             with contextlib.suppress(KeyboardInterrupt), interrupt:
                 case.call(comm)
                 raise AssertionError("no KeyboardInterrupt")
@@ -894,9 +894,9 @@ def tuned_norms() -> None:
         assert "plan: tuned for RMSNorm of hidden size 64" in comm.describe()
         case = Case((3, 64))
         case.check(case.call(comm))
-        assert [one.by for one in comm._open.backend._prepared.values()] == ["fused_two_shot"]
-        launched = mock.Mock(wraps=comm._open.backend.launches.fused)
-        with mock.patch.object(comm._open.backend.launches, "fused", launched):
+        assert [one.by for one in comm._state.backend._prepared.values()] == ["fused_two_shot"]
+        launched = mock.Mock(wraps=comm._state.backend.launches.fused)
+        with mock.patch.object(comm._state.backend.launches, "fused", launched):
             table = tune_norms.measure(comm, [256], 1, WORLD)
         ways = {(given.args[1].kernel, given.args[1].cluster) for given in launched.call_args_list}
         assert ways == {(kernel, blocks) for kernel in ("fused_one_shot", "fused_two_shot") for blocks in (1, 2)}

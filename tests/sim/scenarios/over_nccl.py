@@ -198,7 +198,7 @@ def nccl_timeouts() -> None:
 
     def check(comm: Communicator) -> None:
         rows, weight, graph = cupy.full((4, 256), 1, np.float16), cupy.full(256, 1, np.float16), Graph(comm)
-        guard = comm._open.backend._guard
+        guard = comm._state.backend._guard
         with graph.record():
             comm.allreduce(mine())
         for name, call in {
@@ -209,7 +209,7 @@ def nccl_timeouts() -> None:
             "a norm": lambda: comm.allreduce_rmsnorm(rows, weight),
         }.items():
             comm.allreduce(mine())
-            until(lambda: guard.ended == comm._open.calls.number, "the guard's look at its end")
+            until(lambda: guard.ended == comm._state.calls.number, "the guard's look at its end")
             with too_late(comm):
                 error = error_of(lambda call=call: (call(), comm.synchronize()))
             assert isinstance(error, errors.PeerTimeoutError), (name, error)
@@ -238,10 +238,10 @@ def nccl_repeated_call_that_is_late() -> None:
     """The deadline holds for repeated calls too, which take a shorter way."""
     with pretended_hosts(2):
         comm = Communicator(backend="nccl")
-    array, guard = mine(), comm._open.backend._guard
+    array, guard = mine(), comm._state.backend._guard
     for _ in range(4):
         comm.allreduce(array, out=array)
-        until(lambda: guard.ended == comm._open.calls.number, "the guard's look at its end")
+        until(lambda: guard.ended == comm._state.calls.number, "the guard's look at its end")
     comm.synchronize()
     with too_late(comm):
         error = fault_of(comm, array, "sum", array)
@@ -271,12 +271,12 @@ def nccl_calls_that_wait_on_the_host() -> None:
             raises(errors.ArgumentError, "there is no op", lambda: comm.allreduce(mine(), "mode"))
             works(comm)
             continue
-        comm._open.backend.nccl._all_reduce = waits
+        comm._state.backend.nccl._all_reduce = waits
         with too_late(comm) if kind is errors.PeerTimeoutError else no_hang("a call"):
             error = error_of(lambda: comm.allreduce(mine()))
         assert isinstance(error, kind), error
         assert words in str(error), error
-        comm._open.backend.nccl._all_reduce = enqueue
+        comm._state.backend.nccl._all_reduce = enqueue
         works(comm)
     comm.close()
 

@@ -58,7 +58,7 @@ def refused_and_closed() -> None:
         else:
             with raises(errors.PeerFailedError, "rank 0 raised an error", "there is no op"):
                 comm.allreduce(mine())
-                watch = comm._open.watch
+                watch = comm._state.watch
                 until(lambda watch=watch: watch.lost, "the end of rank 0")  # the watchdog has seen it leave
                 comm.synchronize()
             with raises(errors.PeerLostError, "rank 0", "it closed the communicator"):

@@ -61,7 +61,7 @@ class Calls:
 
     def queued(self, number: int, ranks: int = LAST) -> Callable[[], bool]:
         """A condition that holds once the first ``ranks`` ranks have made so many calls."""
-        page = self.comm._open.calls.page
+        page = self.comm._state.calls.page
         return lambda: all(page.calls.call_of(rank) >= number for rank in range(ranks))
 
     def check(self, returned: int, due: int, least: int | None = None) -> None:

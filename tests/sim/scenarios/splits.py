@@ -61,7 +61,7 @@ def recorded_splits() -> None:
 
 def launched(comm: Any) -> int:
     """The launches of the call that was prepared last."""
-    (last,) = [*comm._open.backend._prepared.values()][-1:]
+    (last,) = [*comm._state.backend._prepared.values()][-1:]
     return len(last.steps)
 
 

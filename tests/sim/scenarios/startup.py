@@ -60,7 +60,7 @@ def falls_back(*words: str, device: Any = None) -> None:
     with no_hang("start-up"):
         made = Communicator(device=device)
     with made as comm:
-        reasons = set(WORLD.allgather((comm.backend, comm._open.reasons.get("ipc"))))
+        reasons = set(WORLD.allgather((comm.backend, comm._state.reasons.get("ipc"))))
         assert len(reasons) == 1, reasons
         for word in ("backend host", *words):
             assert word in comm.describe(), f"{word!r} is not in {comm.describe()}"
@@ -245,7 +245,7 @@ def auto_in_a_part() -> None:
     """A communicator of a part of the ranks: "auto" still takes a GPU for each rank of the host."""
     part = WORLD.Split(RANK * 2 // SIZE)
     with Communicator(part, device="auto") as comm:
-        assert comm._open.backend.device.ordinal == RANK % GPUS, comm.describe()
+        assert comm._state.backend.device.ordinal == RANK % GPUS, comm.describe()
     part.Free()
 
 
@@ -262,7 +262,7 @@ def any_group() -> None:
     """On one host; and on as many pretended ones as there are ranks, over NCCL, where host arrays have no way."""
     with Communicator(Group(), device="auto") as comm:
         assert comm.backend == "ipc", comm.describe()
-        assert comm._open.backend.device.ordinal == RANK % GPUS, comm.describe()
+        assert comm._state.backend.device.ordinal == RANK % GPUS, comm.describe()
         works(comm)
         host_works(comm)
     with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group()) as comm:
@@ -276,7 +276,7 @@ def any_group() -> None:
             (host_works if RANK == LAST else works)(comm)
         works(comm)
     with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group(), device="auto") as comm:
-        assert comm._open.backend.device.ordinal == 0, "each is the first on its host"
+        assert comm._state.backend.device.ordinal == 0, "each is the first on its host"
         works(comm)
 
 
@@ -317,11 +317,15 @@ def no_secret_is_shown() -> None:
                     with graph.record():
                         comm.allreduce(mine())
                     shown += [repr(comm), comm.describe(), repr(graph), graph.describe(), repr(graph.pool)]
-                    shown += [repr(vars(comm._open.backend)), repr(vars(comm._open.calls.page)), repr(comm._open.calls)]
-                    mapped += comm._open.backend.workspace.peers[1:] if hosts == 1 else []
+                    shown += [
+                        repr(vars(comm._state.backend)),
+                        repr(vars(comm._state.calls.page)),
+                        repr(comm._state.calls),
+                    ]
+                    mapped += comm._state.backend.workspace.peers[1:] if hosts == 1 else []
                     shown += _texts_of_refused_calls(comm, graph)
                     shown += [
-                        comm._open.calls.page.calls.describe(rank, call) for rank in range(SIZE) for call in (1, 2, 3)
+                        comm._state.calls.page.calls.describe(rank, call) for rank in range(SIZE) for call in (1, 2, 3)
                     ]
                     works(comm)
                 collected = info.collect(run)
@@ -429,7 +433,7 @@ def _uses(ordinal: int, device: Any) -> None:
         comm = Communicator(device=device)
     with comm, cupy.cuda.Device(ordinal):
         assert comm.backend == "ipc", comm.describe()
-        assert comm._open.backend.device.uuid == machine.gpu(ordinal).uuid, comm.describe()
+        assert comm._state.backend.device.uuid == machine.gpu(ordinal).uuid, comm.describe()
         assert f"GPU {ordinal}: " in comm.describe(), comm.describe()
         works(comm)
     told = [str(warning.message) for warning in caught]
@@ -447,7 +451,7 @@ def one_smaller_gpu() -> None:
         small = environment(rank, SIM_MULTIPROCESSORS="2")
         with small, Communicator(algorithm="two_shot") as comm:
             works(comm, 120_000)
-            first = comm._open.backend.launches.planned(120_000 * 4, "two_shot")[0]
+            first = comm._state.backend.launches.planned(120_000 * 4, "two_shot")[0]
             assert (first.algorithm, first.grid * first.block) == ("two_shot", 4 * 512), first
         small = environment(rank, SIM_MULTIPROCESSORS="2")
         with small, Communicator(algorithm="direct") as comm, Graph(comm) as graph:
@@ -456,7 +460,7 @@ def one_smaller_gpu() -> None:
                 result = comm.allreduce(source)
             right(result)
             assert graph.state == "registered"
-            launched = comm._open.session.direct.launched[graph.segments[0].calls[0]][0]
+            launched = comm._state.session.direct.launched[graph.segments[0].calls[0]][0]
             assert (launched.part.algorithm, launched.part.grid) == ("direct", 2), launched
     good_communicator()
 
@@ -469,7 +473,7 @@ def an_older_driver() -> None:
             arrays = [cupy.full(3 + index % 2, (RANK + 1) * index, np.float32) for index in range(lists.SHORT + 1)]
             for index, array in enumerate(comm.allreduce(arrays)):
                 assert (array.get() == SIZE * (SIZE + 1) // 2 * index).all(), index
-            (prepared,) = (one for of, one in comm._open.backend._prepared.items() if of.is_list)
+            (prepared,) = (one for of, one in comm._state.backend._prepared.items() if of.is_list)
             assert [len(step._of.members) for step in prepared.steps] == [lists.SHORT, 1]
     good_communicator()
 
@@ -479,11 +483,11 @@ def packets_over_pcie() -> None:
     for a, b in sorted({(0, 1), (0, LAST)}):
         with environment(SIM_PCIE=f"{a}-{b}"), Communicator() as comm:
             assert f"packets go in halves of 8 bytes: PCIe between the GPUs of rank {a} and rank {b}" in comm.describe()
-            assert not comm._open.backend.kernels.whole_packets
+            assert not comm._state.backend.kernels.whole_packets
             works(comm, 5000)
-            assert comm._open.backend.kernels._compile(Kernel("one_shot", "float32")).count(b'PACKETS": "0"') == 1
+            assert comm._state.backend.kernels._compile(Kernel("one_shot", "float32")).count(b'PACKETS": "0"') == 1
     with environment(LAST, SIM_PCIE=f"0-{LAST}"), Communicator() as comm:  # only one sees it
-        assert not comm._open.backend.kernels.whole_packets
+        assert not comm._state.backend.kernels.whole_packets
         works(comm)
     _packets_go_whole("packets arrive whole")
 
@@ -503,14 +507,14 @@ def packets_over_links_that_another_sees() -> None:
     _packets_go_whole("packets arrive whole")
     with environment(SIM_PCIE=f"{LAST - 1}-{LAST}"), Communicator() as comm:
         assert f"PCIe between the GPUs of rank {LAST - 1} and rank {LAST}" in comm.describe(), comm.describe()
-        assert not comm._open.backend.kernels.whole_packets
+        assert not comm._state.backend.kernels.whole_packets
         works(comm)
 
 
 def _packets_go_whole(line: str) -> None:
     with Communicator() as comm:
         assert line in comm.describe().splitlines(), comm.describe()
-        assert comm._open.backend.kernels.whole_packets
+        assert comm._state.backend.kernels.whole_packets
         works(comm)
 
 
@@ -519,7 +523,7 @@ def shared_gpus() -> None:
     used = WORLD.allgather(machine.gpu(RANK % GPUS).index)
     most = max(map(used.count, used))
     with Communicator() as comm:
-        launches = comm._open.backend.launches
+        launches = comm._state.backend.launches
         assert (f"{most} ranks on a GPU, so at most {132 // most} blocks" in comm.describe()) == (most > 1)
         assert ('pass device="auto"' in comm.describe()) == (most > 1)
         for nbytes in (4, 70_000, 1_000_000, 9_000_000):
@@ -533,7 +537,7 @@ def shared_gpus() -> None:
             result = comm.allreduce(source)
         right(result)
         assert graph.state == "registered"
-        for launched in comm._open.session.direct.launched[graph.segments[0].calls[0]]:
+        for launched in comm._state.session.direct.launched[graph.segments[0].calls[0]]:
             assert launched.part.algorithm == "direct"
             assert most == 1 or 2 * most * launched.part.grid <= 264
 

@@ -150,7 +150,7 @@ def resumed_within_resume() -> None:
     """A handler's resume() within resume() raises, and the outer one goes on: no rank stays suspended."""
     with virtual(workspace=4 * MB) as comm:
         comm.suspend()
-        backend = comm._open.backend
+        backend = comm._state.backend
         assert backend is not None
         usual = backend.resume
 

@@ -416,7 +416,7 @@ def the_short_way() -> None:
                         aliases = [Tensor(torch.full_like(source, RANK + 1).array) for _ in range(2)]
                         aliases[1].array = aliases[0].array
                         right(comm.allreduce(aliases[0], out=aliases[1]).array)
-                    last = comm._open.backend.order.last
+                    last = comm._state.backend.order.last
                     assert (last.state, last.stream) == (ON_STREAM, stream.cuda_stream), "with events"
             assert not counted.call_count, "on the slow path"
             before, source.array = source.array, other  # as p.data = other

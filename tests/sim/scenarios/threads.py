@@ -221,7 +221,7 @@ def _before_the_next_launch(action: Callable[[int], Any]) -> Iterator[None]:
 def given_back_in_several_threads() -> None:
     """Every step runs, once, one at a time and each thread's in their order."""
     with Communicator() as comm:
-        context, running, done = comm._open.backend.context, threading.Lock(), []
+        context, running, done = comm._state.backend.context, threading.Lock(), []
 
         def step(*which: int) -> None:
             assert running.acquire(blocking=False), "two steps at once"
@@ -247,7 +247,7 @@ def given_back_in_several_threads() -> None:
 def given_back_while_a_step_waits() -> None:
     """What a graph unmaps is unmapped once its kernels have ended, though another thread gives back meanwhile."""
     with Communicator() as comm:
-        context, done, begun, ended = comm._open.backend.context, [], threading.Event(), threading.Event()
+        context, done, begun, ended = comm._state.backend.context, [], threading.Event(), threading.Event()
 
         def wait() -> None:
             begun.set()
@@ -271,7 +271,7 @@ def packets_under_way() -> None:
     cupy.cuda.Device(OWN).synchronize()
     with Communicator() as comm:
         works(comm)
-        backend = comm._open.backend
+        backend = comm._state.backend
         WORLD.Barrier()
         if RANK == 0:
             machine_streams.submit(stream.ptr, lambda: time.sleep(0.03))
@@ -293,7 +293,7 @@ def launches_that_fail() -> None:
     kept, raw = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
     with Communicator() as comm:
         works(comm)
-        order = comm._open.backend.order
+        order = comm._state.backend.order
         machine_streams.submit(kept.ptr, lambda: time.sleep(0.2))
         comm.allreduce(mine(), stream=kept)
 
@@ -339,7 +339,7 @@ def unknown_is_no_end() -> None:
     """A stream that captures by now, or that one which does would block, cannot be asked whether calls still run."""
     blocking, apart = cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
     with Communicator() as comm:
-        order = comm._open.backend.order
+        order = comm._state.backend.order
         for used, captured in ((cupy.cuda.Stream.null, blocking), (apart, apart)):
             array = mine()
             cupy.cuda.Device(OWN).synchronize()
@@ -442,16 +442,16 @@ def called_within_synchronize() -> None:
 
         with mock.patch.object(stream_order.streams, "synchronize_stream", interrupted):
             comm.synchronize()
-        last = comm._open.backend.order.last
+        last = comm._state.backend.order.last
         assert last.in_event or last.busy is not None, "a call on another stream would not follow it"
         comm.synchronize()
         right(made[0])
-        comm._open.calls.within = True
+        comm._state.calls.within = True
         try:
             with raises(errors.UnsupportedError, "synchronize() was called within call"):
                 comm.synchronize()
         finally:
-            comm._open.calls.within = False
+            comm._state.calls.within = False
         works(comm)
 
 

@@ -37,7 +37,7 @@ def quick_the_second_time() -> None:
     """The fast path knows calls by every name of an op, and on bool and complex arrays."""
     usual: list[Any] = []
     with Communicator() as comm:
-        reducer = comm._open.device
+        reducer = comm._state.device
         call = reducer.call
         reducer.call = lambda *arguments: usual.append(arguments) or call(*arguments)  # type: ignore
         for dtype, op, due in CALLS:

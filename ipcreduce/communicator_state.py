@@ -22,8 +22,8 @@ from .suspension import Suspension
 _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, before close() leaves it to the process's end
 
 
-class OpenCommunicator:
-    """The parts of a communicator that is open.
+class CommunicatorState:
+    """The parts of a communicator.
 
     :ivar owner: returns the communicator; None once the program has dropped it, or begun to close it.
     :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is the next one.

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import clock
 from .calls import call_lock
-from .calls.over_page import OverPage
+from .calls.page_channel import PageChannel
 from .calls.sequence import CallSequence
 from .cuda import current_streams
 from .cuda.contexts import using
@@ -147,7 +147,7 @@ class Suspension:
     def _hand_over(self, backend: DeviceBackend) -> None:
         """Give each rank what it maps of the others. It is a vote, too: on every rank it fails, or on none."""
         calls = self._calls
-        ranks = OverPage(calls.page, calls.number, partial(calls.gather, calls.number))
+        ranks = PageChannel(calls.page, calls.number, partial(calls.gather, calls.number))
         deadline = clock.now() + calls.timeout
         try:
             self._session.pools.hand_over(ranks, deadline)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.calls.over_page import OverPage
+from ipcreduce.calls.page_channel import PageChannel
 from ipcreduce.errors import (
     PeerFailedError,
     PeerLostError,
@@ -400,7 +400,7 @@ def test_no_interrupt_is_lost_within_an_exchange_over_the_page():
 
     page: Any = SimpleNamespace(rank=0, n=2)
     sent, received = np.arange(40, dtype=np.uint8), np.zeros(80, np.uint8)
-    ranks = OverPage(page, 1, lambda data: [data, bytes(len(data))])
+    ranks = PageChannel(page, 1, lambda data: [data, bytes(len(data))])
     sys.setprofile(note)
     try:
         ranks.gather(sent, received)

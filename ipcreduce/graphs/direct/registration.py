@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import clock
 from ...calls import call_lock
-from ...calls.over_page import OverPage
+from ...calls.page_channel import PageChannel
 from ...calls.sequence import CallSequence
 from ...cuda import driver
 from ...cuda import graph as cuda_graph
@@ -236,7 +236,7 @@ class DirectGraphs:
             mappings.take(key, descriptor, ordinal, int(known[key[0]][key[1]]["nbytes"]))
 
         virtual = [[slab for slab in slabs if known[rank][slab]["virtual"]] for rank, slabs in enumerate(wanted)]
-        ranks = OverPage(self._backend.page, number, partial(self._gather, number))
+        ranks = PageChannel(self._backend.page, number, partial(self._gather, number))
         try:
             hand_over(ranks, virtual, self._descriptor, take, clock.now() + self._calls.timeout)
         except IpcReduceError as failed:

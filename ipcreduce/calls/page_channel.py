@@ -11,7 +11,7 @@ from ..page.control_page import Page
 from ..page.records import rows
 
 
-class OverPage:
+class PageChannel:
     """The ranks of a communicator within a call, which this rank has entered. It is a request that is done, too."""
 
     silence = "they did not answer"  # never shown: gather() waits, and its errors say who did not come
@@ -22,7 +22,7 @@ class OverPage:
         self.rank, self.size, self.call = page.rank, page.n, call
         self._gather = gather
 
-    def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> OverPage:
+    def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> PageChannel:
         """Collect every rank's ``sent``, by rank in ``received``. :raises IpcReduceError: as CallSequence.gather()."""
         parts = self._gather(sent.tobytes())
         layout = np.dtype(f"V{sent.nbytes}")  # for a tuple NumPy calls Python code, and loses a Ctrl-C that comes then

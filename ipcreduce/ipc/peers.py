@@ -20,7 +20,7 @@ from ..page.control_page import Page
 from ..ranks import exchange
 from ..ranks.exchange import Agreed, Ranks
 from ..texts import decoded, text_in
-from . import links, lists, plan, tuning, virtual
+from . import lists, p2p_check, plan, tuning, virtual
 from .backend import IpcBackend, unregister
 from .workspace import Workspace
 
@@ -161,7 +161,7 @@ def _map_peers(ranks: Ranks, workspace: Workspace, devices: np.ndarray[Any, Any]
     with exchange.step(ranks, deadline, "mapping the peers' workspaces"):
         if (memory["nbytes"] != workspace.nbytes).any():
             raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
-        links.check_access(workspace.rank, devices)
+        p2p_check.check_access(workspace.rank, devices)
         workspace.map_peers([entry["handle"].tobytes() for entry in memory])
 
 
@@ -171,7 +171,7 @@ def _verify(ranks: Ranks, backend: IpcBackend, devices: np.ndarray[Any, Any], de
     :raises Agreed: if data did not arrive between two ranks, which the message names, or if a rank has no kernel.
     """
     with exchange.step(ranks, deadline, "loading the first kernel"):  # otherwise a peer's kernel waits for a compiler
-        kinds = links.seen(devices)
+        kinds = p2p_check.seen(devices)
         backend.launches.load_verify()
     rank, n = backend.rank, backend.n
     seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - clock.now()) / 2))  # leaves time to exchange the verdicts
@@ -188,8 +188,8 @@ def _verify(ranks: Ranks, backend: IpcBackend, devices: np.ndarray[Any, Any], de
             )
         return {"split": bool((verdict == _SPLIT).any()), "links": kinds}
 
-    everyone = exchange.share(ranks, links.VERDICT, own, deadline, "trying the links")
-    backend.kernels.whole_packets, backend.packets = links.packets(everyone)
+    everyone = exchange.share(ranks, p2p_check.VERDICT, own, deadline, "trying the links")
+    backend.kernels.whole_packets, backend.packets = p2p_check.packets(everyone)
     with exchange.step(ranks, deadline, "emptying the workspaces"):
         backend.workspace.reset()
 

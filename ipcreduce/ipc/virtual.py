@@ -19,7 +19,7 @@ from ..options import Options
 from ..ranks import exchange
 from ..ranks.descriptors import handed_over
 from ..ranks.exchange import Agreed, Channel, Ranks
-from . import links
+from . import p2p_check
 from .workspace import EMPTY, EPOCHS_BYTES, Workspace
 
 _STOPPED = 0xFFFFFFFF  # an epoch of EMPTY bytes
@@ -155,7 +155,7 @@ def start(
             handed_over(ranks, workspace.descriptor, workspace.mapped_bytes, deadline, "workspaces") as descriptors,
             exchange.step(ranks, deadline, "mapping the peers' workspaces"),
         ):
-            links.check_access(ranks.rank, devices)
+            p2p_check.check_access(ranks.rank, devices)
             workspace.map_peers(descriptors)
         return workspace, ""
     except BaseException as error:

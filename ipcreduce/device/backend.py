@@ -35,8 +35,8 @@ _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are abort
 Actions = Sequence[Action]
 
 
-class Life:
-    """A mark on what recorded graphs hold of a backend. Once it has ended, these graphs cannot be launched.
+class Validity:
+    """The validity of what recorded graphs hold of a backend. Once it has ended, these graphs cannot be launched.
 
     :ivar ended: set in any thread.
     :ivar replays: of the graphs that hold it.
@@ -47,7 +47,7 @@ class Life:
         self.replays: weakref.WeakSet[Ready] = weakref.WeakSet()
 
     def end(self) -> None:
-        """End this life, and keep the graphs that hold it from the fast path."""
+        """End it, and keep the graphs that hold it from the fast path."""
         self.ended = True
         for replay in self.replays:
             replay.argument = 0
@@ -74,7 +74,7 @@ class DeviceBackend(Backend):
         self._prepared: dict[Request, Prepared] = {}
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
-        self.life = Life()  # of what graphs hold that are recorded now
+        self.validity = Validity()  # of what graphs hold that are recorded now
         self._ending: background.Job | None = None
         background.start()
 

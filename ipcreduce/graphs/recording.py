@@ -14,7 +14,7 @@ from typing import Any
 from ..arrays import views
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
-from ..device.backend import Life
+from ..device.backend import Validity
 from ..device.deferred_free import free_later
 from ..device.prepared import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
@@ -56,10 +56,10 @@ class RecordedCall:
 
 
 class Segment:
-    """A part of a recording without breaks: one CUDA graph, which can be launched until ``life`` ends."""
+    """A part of a recording without breaks: one CUDA graph, which can be launched until ``validity`` ends."""
 
-    def __init__(self, graph: int, calls: list[RecordedCall], name: str, life: Life) -> None:
-        self.graph, self.calls, self.life = graph, calls, life
+    def __init__(self, graph: int, calls: list[RecordedCall], name: str, validity: Validity) -> None:
+        self.graph, self.calls, self.validity = graph, calls, validity
         self.executable: cuda_graph.Executable | None = None  # None: nothing was captured
         self.nodes = cuda_graph.Nodes(0, 0, ())
         text = f"replay of {name}: {len(calls)} calls"
@@ -104,7 +104,7 @@ class Recording:
         self.name = f"graph {name}" if name else "a graph"
         self.callers = callers
         self.number = 0  # of the call that the recording is
-        self.life = Life()  # of the backend, when the recording began
+        self.validity = Validity()  # of the backend, when the recording began
         self.error: BaseException | None = None  # of something in the body that the body may have caught
         self.segments: list[Segment] = []
         self.held: list[Any] = []
@@ -145,7 +145,7 @@ class Recording:
                 self._capture = _NONE
                 raise cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
             self._capture = _NONE
-            segment = Segment(captured, self._calls, f"{self.name}, segment {len(self.segments) + 1}", self.life)
+            segment = Segment(captured, self._calls, f"{self.name}, segment {len(self.segments) + 1}", self.validity)
             self.segments.append(segment)
             segment.make_executable()
         return segment

@@ -146,7 +146,7 @@ class GraphSession:
                 raise GraphStateError("this communicator is already recording a graph: end that recording first")
             calls.enter(Fingerprint.of(f"recording of {recording.name}"), recording.callers[0])
             recording.number, calls.recording = calls.number, recording
-            recording.life = backend.life
+            recording.validity = backend.validity
 
         call_lock.make(calls, begin)
 
@@ -161,7 +161,7 @@ class GraphSession:
             if error is not None:
                 # A peer may wait in the body, in a break for instance.
                 self.calls.fail(error, begun=False, foreign=True)
-            elif recording.life.ended:
+            elif recording.validity.ended:
                 stale = GraphStateError(_STALE_RECORDING)  # the others hear of it by the vote
             call_lock.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
 
@@ -190,7 +190,7 @@ class GraphSession:
             theirs, stale = shared, None
         for segment in segments:
             if segment.calls:
-                segment.life.replays.add(segment.ready)
+                segment.validity.replays.add(segment.ready)
         if error is not None or theirs is not None:
             try:
                 calls.raise_pending()  # the same fault, more exactly
@@ -276,7 +276,7 @@ class GraphSession:
         assert self.backend is not None
         if segment.calls:
             self.calls.enter(segment.what, stream)
-            if segment.life.ended:
+            if segment.validity.ended:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
                 raise GraphStateError(f"{where}: {_STALE}", reach=Reach.ALL)
         self.backend.run(partial(cupy_runtime.launch, segment.executable), stream, owner, capturable=False)

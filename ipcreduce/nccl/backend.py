@@ -74,7 +74,7 @@ class NcclBackend(DeviceBackend):
         self._joining = background.Job(join)
         try:
             self._wait_for(self._joining, deadline)
-            self.life = self.nccl.life
+            self.validity = self.nccl.validity
         except BaseException:
             too_late.append(True)
             self.nccl.abort()
@@ -178,10 +178,10 @@ class NcclBackend(DeviceBackend):
             self._guard.reset()
             return
         self.nccl.abort()
-        self.life.end()
+        self.validity.end()
         self._guard.reset()
         self._identity = b""
-        if not self.order.shared and not self.life.replays:  # no graph holds it
+        if not self.order.shared and not self.validity.replays:  # no graph holds it
             # Freeing waits for all work on the device, and blocks other threads' calls of the driver. If a new call
             # waited for a late rank meanwhile, the guard could not abort it.
             self.nccl.is_freed(_FREE_SECONDS)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import clock
 from ..cuda.contexts import using_relaxed
-from ..device.backend import Life
+from ..device.backend import Validity
 from ..device.background import Job
 from ..errors import CudaError, Reach
 from ..originals import Lock, time
@@ -22,7 +22,7 @@ _ENQUEUE_SECONDS = 1.0  # how long an abort waits for a thread that is putting a
 class NcclCommunicator:
     """The current NCCL communicator of this rank. The program's threads use it, and the guard may abort it.
 
-    :ivar life: of this communicator, which graphs hold that record its calls.
+    :ivar validity: of this communicator, which graphs hold that record its calls.
     :ivar enqueuing: the call that is being put on a stream, else None. A first call may wait here for the ranks.
     """
 
@@ -35,7 +35,7 @@ class NcclCommunicator:
         self._all_reduce = library.load().all_reduce
         self.enqueuing: tuple[int, ...] | None = None
         self._aborting = Lock()
-        self.life = Life()
+        self.validity = Validity()
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +44,7 @@ class NcclCommunicator:
 
     def use(self, comm: Any) -> None:
         """From now on, use a communicator that :func:`library.join` has made."""
-        self._comm, self.life = comm, Life()
+        self._comm, self.validity = comm, Validity()
 
     def all_reduce(self, argument: tuple[int, int, int, int, int], stream: Stream) -> None:
         """Put an all-reduce on ``stream``.
@@ -107,7 +107,7 @@ class NcclCommunicator:
             comm, self._comm = self._comm, None
             if comm is None:
                 return
-            self.life.ended = True
+            self.validity.ended = True
             self._closing += 1
         self._last_close = Job(partial(self._close_now, close, comm)).start()  # not under the lock: it may run now
 

@@ -13,7 +13,7 @@ import pytest
 
 from ipcreduce import errors
 from ipcreduce.device import background, stream_order
-from ipcreduce.device.backend import Life
+from ipcreduce.device.backend import Validity
 from ipcreduce.device.last_call import NOTHING, ON_STREAM, Last
 from ipcreduce.device.stream_order import StreamOrder
 from ipcreduce.nccl import comm as comm_module
@@ -143,7 +143,7 @@ def test_the_next_communicator_is_made_when_the_last_one_is_freed(held: bool):
         abort=lambda: did.append("abort"), is_freed=lambda seconds: did.append("freed") or True
     )
     backend._guard = SimpleNamespace(reset=lambda: None)  # type: ignore[assignment]
-    backend.life = Life()
+    backend.validity = Validity()
     backend.order = SimpleNamespace(shared=held)  # type: ignore[assignment]
     backend._timeout = 60.0
     backend.join = lambda identity, deadline: did.append("join")  # type: ignore[method-assign]

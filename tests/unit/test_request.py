@@ -10,7 +10,7 @@ import pytest
 from ipcreduce.calls import request
 from ipcreduce.calls.request import Member, NormShape, Request, plain, with_norm
 from ipcreduce.cuda.expressions import Expression
-from ipcreduce.device.backend import Life
+from ipcreduce.device.backend import Validity
 from ipcreduce.graphs import recording
 from ipcreduce.ipc import plan, tuning
 
@@ -53,7 +53,7 @@ def test_no_checksum_is_made_of_a_repr(monkeypatch: pytest.MonkeyPatch):
     tables = tuning.Tables(plan.checked_table([plan.Choice(1 << 33, "two_shot", 256, 264, 4)], 4))
 
     def checksums() -> list[int]:
-        return [recording.Segment(0, [call], "a graph", Life()).what.crc, tuning.checksum(tables)]
+        return [recording.Segment(0, [call], "a graph", Validity()).what.crc, tuning.checksum(tables)]
 
     before = checksums()
     for kind in (type(call.what), recording.RecordedCall, plan.Choice):

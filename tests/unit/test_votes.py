@@ -9,7 +9,7 @@ import pytest
 
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.calls.votes import Vote, agree, vote
-from ipcreduce.device.backend import Life
+from ipcreduce.device.backend import Validity
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.graphs.session import GraphSession
 from ipcreduce.page.fingerprint import Fingerprint
@@ -68,8 +68,8 @@ def test_a_stale_recording_does_not_hide_the_timeout_of_its_vote():
     calls = make_ranks(2)[0]
     session = GraphSession.__new__(GraphSession)
     session.calls, session.backend = calls, SimpleNamespace()  # type: ignore[assignment]
-    recording = SimpleNamespace(number=1, life=Life(), segments=[])
-    recording.life.end()  # NCCL's communicator was aborted
+    recording = SimpleNamespace(number=1, validity=Validity(), segments=[])
+    recording.validity.end()  # NCCL's communicator was aborted
     with clock.passing(121.0), pytest.raises(PeerTimeoutError, match="rank 1"):
         session.end_recording(recording, None)  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .kernels import Kernels
 from .launch_cache import LaunchCache
-from .prepared import Prepared, Ready, keep
+from .prepared import BoundLaunch, Prepared, keep
 from .stream_order import StreamOrder
 
 _MAX_PREPARED = 2048  # calls, of which lists have up to 32 KB of arguments for each launch
@@ -44,7 +44,7 @@ class Validity:
 
     def __init__(self) -> None:
         self.ended = False
-        self.replays: weakref.WeakSet[Ready] = weakref.WeakSet()
+        self.replays: weakref.WeakSet[BoundLaunch] = weakref.WeakSet()
 
     def end(self) -> None:
         """End it, and keep the graphs that hold it from the fast path."""
@@ -81,7 +81,7 @@ class DeviceBackend(Backend):
     # ---- running
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
-        self.launch_cache = LaunchCache(self.device.ordinal, self.order, self.make_ready)
+        self.launch_cache = LaunchCache(self.device.ordinal, self.order, self.bind)
         self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, self.launch_cache)
         return self.fast
 
@@ -108,9 +108,9 @@ class DeviceBackend(Backend):
     def prepare_whole(self, request: Request) -> Prepared | None:
         """Prepare a call that needs no kernel behind the all-reduce; None for others. See :meth:`prepare`."""
 
-    def make_ready(self, prepared: Prepared, addresses: Any) -> Ready:
+    def bind(self, prepared: Prepared, addresses: Any) -> BoundLaunch:
         """The launch of a call for addresses that come again."""
-        return prepared.ready(addresses)
+        return prepared.bind(addresses)
 
     def run(
         self, start: Callable[[Stream], Any], stream: Stream, owner: Any, *, recorded: bool = False,

@@ -30,7 +30,7 @@ from .hits.plain import PlainHits
 from .hits.splits import SplitHits
 from .last_call import ON_STREAM, RESTING
 from .launch_cache import Found, LaunchCache
-from .prepared import Ready
+from .prepared import BoundLaunch
 from .stream_order import IN_A_CAPTURE, StreamOrder
 
 Lookup = Callable[[Any, Any, Any, Any], Found]
@@ -40,8 +40,8 @@ _CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: fo
 class FastPath:
     """The repeated calls on one backend. :meth:`make` takes the communicator's lock, and holds it around the rest.
 
-    It makes replays, and the eager calls that are ready: those on contiguous CuPy arrays or PyTorch tensors, of shapes,
-    dtypes and op that came before.
+    It makes replays, and the eager calls that have a launch: those on contiguous CuPy arrays or PyTorch tensors, of
+    shapes, dtypes and op that came before.
 
     :ivar lookup: looks up a call on an array or a list, ``lookup_map`` one with an expression, ``lookup_norm`` one with
         RMSNorm, and ``lookup_split`` one that is no all-reduce.
@@ -62,17 +62,17 @@ class FastPath:
         self._recorder_parts = ring.recorded, ring.number, ring.slots, ring.agreed
 
     def make(
-        self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
+        self, bound: BoundLaunch | None, usual: Callable[[Any, Any, Any, Any], Any],
         array: Any = None, op: Any = None, out: Any = None, stream: Any = None, lookup: Lookup | None = None,
     ) -> Any:  # fmt: skip
-        """Make one call under the lock: launch ``ready``, or the eager call of these arguments; else by ``usual``.
+        """Make one call under the lock: launch ``bound``, or the eager call of these arguments; else by ``usual``.
 
         The hot path of every call. It repeats parts of :class:`CallSequence` inline, to save function calls: each takes
         up to 0.1 us, a ``with`` block 0.13, ``*args`` 0.06.
 
         :param usual: takes the other arguments, which a replay leaves out.
         :param lookup: looks up the eager call; None for :attr:`lookup`.
-        :returns: the result of the eager call, or of ``usual``; True for ``ready``.
+        :returns: the result of the eager call, or of ``usual``; True for ``bound``.
         """
         calls = self._calls
         try:
@@ -86,14 +86,14 @@ class FastPath:
                 calls.number = number = calls.number + 1
                 result: Any = True
                 current: Any = None
-                if ready is None:
+                if bound is None:
                     if calls.recording is None:
-                        ready, result, current = (lookup or self.lookup)(array, op, out, stream)
+                        bound, result, current = (lookup or self.lookup)(array, op, out, stream)
                 else:  # as current_streams.stream_of()
                     current = cupy_runtime.get_current_stream().ptr
                     if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
                         current = torch_runtime.get_stream(self._device)
-                if ready is None or not self._launch(ready, number, current, out is None):
+                if bound is None or not self._launch(bound, number, current, out is None):
                     return usual(array, op, out, stream)
                 return result
             except BaseException as error:
@@ -109,21 +109,21 @@ class FastPath:
             except RuntimeError:  # interrupted before we had it
                 pass
 
-    def _launch(self, ready: Ready, number: int, stream: Stream, looked: bool) -> bool:
+    def _launch(self, bound: BoundLaunch, number: int, stream: Stream, looked: bool) -> bool:
         """Record call ``number``, as :meth:`FlightRecorder.enter` does, and launch it. False if it has to be ``usual``.
 
         :param looked: see :meth:`StreamOrder.quick`. For a new result the look-up has looked before it allocated
             that. For a replay nobody has to look, which would take 0.2 us: the driver refuses the launch of
             a graph in a capture.
         """
-        order, argument = self._order, ready.argument
+        order, argument = self._order, bound.argument
         if not argument or self._abort_word[0]:
             return False
         state = order.quick(stream, looked)
         if state is None:
             return False
         recorded, number_word, slots, agreed = self._recorder_parts
-        what = ready.what
+        what = bound.what
         slot = number % RING
         if recorded[slot] is not what:
             self._recorder.write(slot, what)
@@ -135,11 +135,11 @@ class FastPath:
             state = ON_STREAM
         try:
             if state is ON_STREAM:
-                ready.launch(ready.argument, stream)  # 0 by now if another thread closed the graph
+                bound.launch(bound.argument, stream)  # 0 by now if another thread closed the graph
             else:
-                order.launch_shared(partial(ready.launch, ready.argument), stream)
+                order.launch_shared(partial(bound.launch, bound.argument), stream)
         except RuntimeError as error:
-            start: Callable[[Stream], Any] = partial(ready.launch, argument)
+            start: Callable[[Stream], Any] = partial(bound.launch, argument)
             self._launch_anyway(start if state is ON_STREAM else partial(order.launch_shared, start), stream, error)
         order.launched = number
         return True

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, Protocol
 
 from ..cuda import cupy_runtime, torch_lists, torch_runtime
 from ..types import Stream
-from .prepared import Prepared, Ready, keep
+from .prepared import BoundLaunch, Prepared, keep
 from .stream_order import StreamOrder
 
 _MAX = 4096  # entries of a table
 _MAX_TARGETS = 8  # of the results of one entry: an allocator uses few in turn
 MISS = None, None, None
-Found = tuple[Ready | None, Any, Stream | None]  # a launch, the result of the call, and its stream
+Found = tuple[BoundLaunch | None, Any, Stream | None]  # a launch, the result of the call, and its stream
 
 
 class Limited(NamedTuple):
@@ -64,46 +64,46 @@ class Form:
 
     def __init__(self, prepared: Prepared, library: Any, layout: Any) -> None:
         self.prepared, self.library, self.layout = prepared, library, layout
-        self.anew = Ready(prepared.what, prepared.quickest, None)
+        self.anew = BoundLaunch(prepared.what, prepared.quickest, None)
 
 
 class Entry:
     """A call on objects that have come before, as long as all of these live.
 
-    :ivar ready: the launch. ``to_new``: the launches to new results, by their addresses.
+    :ivar bound: the launch. ``to_new``: the launches to new results, by their addresses.
     :ivar read: reads the addresses of tensors, which may change; None for CuPy's arrays, of which only the shape may.
     :ivar addresses: what ``read`` has to return. ``source``: the first one.
     :ivar more: what the kind of call keeps to compare the arrays.
     """
 
-    __slots__ = ("addresses", "form", "library", "more", "read", "ready", "refs", "source", "to_new")
+    __slots__ = ("addresses", "bound", "form", "library", "more", "read", "refs", "source", "to_new")
 
-    def __init__(self, form: Form, ready: Ready, source: Any, more: Any) -> None:
-        self.form, self.library, self.ready, self.source, self.more = form, form.library, ready, source, more
+    def __init__(self, form: Form, bound: BoundLaunch, source: Any, more: Any) -> None:
+        self.form, self.library, self.bound, self.source, self.more = form, form.library, bound, source, more
         self.read: Callable[[Sequence[Any]], list[int] | None] | None = None
         self.addresses: list[int] | None = None
-        self.to_new: dict[int, Ready] = {}
+        self.to_new: dict[int, BoundLaunch] = {}
         self.refs: list[Any] = []
 
 
 class LaunchCache:
     """The calls on one backend that have come before. The communicator's lock is held around every method.
 
-    :param make_ready: makes the launch for addresses that come again.
+    :param bind: makes the launch for addresses that come again.
     """
 
-    def __init__(self, device: int, order: StreamOrder, make_ready: Callable[[Prepared, Any], Ready]) -> None:
-        self.device, self._order, self._make_ready = device, order, make_ready
+    def __init__(self, device: int, order: StreamOrder, bind: Callable[[Prepared, Any], BoundLaunch]) -> None:
+        self.device, self._order, self._bind = device, order, bind
         # The tables are never replaced. The kinds share them, as their keys differ in form. A place without a launch
         # has come once.
         self.forms: dict[Any, Form] = {}
-        self.places: dict[tuple[Form, Any], Ready | None] = {}
+        self.places: dict[tuple[Form, Any], BoundLaunch | None] = {}
         self.objects: dict[Any, Entry] = {}
         self.kinds: dict[type, Kind] = {}  # by the type of a call's arguments
 
     def at(
-        self, form: Form, addresses: Any, new: bool, insert: Callable[[Form, Ready], None] | None = None
-    ) -> Ready | None:
+        self, form: Form, addresses: Any, new: bool, insert: Callable[[Form, BoundLaunch], None] | None = None
+    ) -> BoundLaunch | None:
         """The launch at a place that has not come twice. None: only the slow path can make it.
 
         :param insert: inserts the call by its objects.
@@ -116,18 +116,18 @@ class LaunchCache:
             keep(self.places, place, None, _MAX)
             form.anew.argument = argument
             return form.anew
-        ready = self._make_ready(form.prepared, argument)
-        keep(self.places, place, ready, _MAX)
+        bound = self._bind(form.prepared, argument)
+        keep(self.places, place, bound, _MAX)
         if insert is not None:
-            insert(form, ready)
-        return ready
+            insert(form, bound)
+        return bound
 
-    def to_new(self, entry: Entry, addresses: Any, target: int) -> Ready | None:
+    def to_new(self, entry: Entry, addresses: Any, target: int) -> BoundLaunch | None:
         """The launch of an entry's call to a new result at address ``target``."""
-        ready: Ready | None = self.places.get((entry.form, addresses)) or self.at(entry.form, addresses, new=True)
-        if ready is not None and ready is not entry.form.anew:
-            keep(entry.to_new, target, ready, _MAX_TARGETS)
-        return ready
+        bound: BoundLaunch | None = self.places.get((entry.form, addresses)) or self.at(entry.form, addresses, new=True)
+        if bound is not None and bound is not entry.form.anew:
+            keep(entry.to_new, target, bound, _MAX_TARGETS)
+        return bound
 
     def insert(self, key: Any, entry: Entry, objects: Sequence[Any], tensors: Sequence[Any]) -> None:
         """Insert a call by its objects, until one of them dies.
@@ -148,7 +148,7 @@ class LaunchCache:
         self.objects.pop(key, None)
 
     def insert_form(self, given: Any, result: Any, prepared: Prepared) -> None:
-        """Insert the form of a call that was made by the slow path, if calls like it can be ready."""
+        """Insert the form of a call that was made by the slow path, if calls like it can have a launch."""
         if any(through is not None for through in prepared.through):
             return
         found = self.kinds[type(given)].form_of(given, result, prepared)

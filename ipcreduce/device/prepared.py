@@ -19,8 +19,8 @@ _V = TypeVar("_V")
 Start = Callable[[Any, Stream], Any]  # puts work on a stream, for addresses or what a step makes of them
 
 
-class Ready:
-    """A call whose launch is ready: ``launch(argument, stream)``. Without an argument it cannot be made any more."""
+class BoundLaunch:
+    """A launch with its addresses: ``launch(argument, stream)``. Without an argument it cannot be made any more."""
 
     __slots__ = ("__weakref__", "argument", "launch", "what")
 
@@ -106,12 +106,12 @@ class Prepared:
         """:meth:`start`, by fewer functions if the call has one step."""
         return self.steps[0].start if len(self.steps) == 1 else self.start
 
-    def ready(self, addresses: Any) -> Ready:
+    def bind(self, addresses: Any) -> BoundLaunch:
         """The launch for addresses that come again."""
         bound = [step.bound(addresses) for step in self.steps]
         if len(bound) == 1:
-            return Ready(self.what, *bound[0])
-        return Ready(self.what, _start_all, bound)
+            return BoundLaunch(self.what, *bound[0])
+        return BoundLaunch(self.what, _start_all, bound)
 
 
 def _start_all(bound: list[tuple[Start, Any]], stream: Stream) -> None:

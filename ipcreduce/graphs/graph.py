@@ -267,8 +267,8 @@ class Graph:
         """
         again = self._again
         if again is not None and inputs is None and stream is None and not open_recordings:
-            make, ready, usual = again  # not by partial(), which takes 0.1 us more
-            make(ready, usual)
+            make, bound, usual = again  # not by partial(), which takes 0.1 us more
+            make(bound, usual)
             return
         session = self._session
         session.calls.check_usable()

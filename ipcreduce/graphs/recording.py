@@ -16,7 +16,7 @@ from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..device.backend import Validity
 from ..device.deferred_free import free_later
-from ..device.prepared import Ready
+from ..device.prepared import BoundLaunch
 from ..errors import CaptureError, CudaError, IpcReduceError
 from ..interrupts import uninterrupted
 from ..page.fingerprint import Fingerprint
@@ -69,7 +69,7 @@ class Segment:
         )  # no repr(): Ctrl-C in that of a dataclass spoils it for good
         what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {checksums}")
         self.what = what.made_by(sum(one.operations for one in every))
-        self.ready = Ready(self.what, cupy_runtime.launch_graph, 0)
+        self.bound = BoundLaunch(self.what, cupy_runtime.launch_graph, 0)
 
     def make_executable(self) -> None:
         """Make the captured graph executable. :raises CaptureError: if that fails."""
@@ -83,7 +83,7 @@ class Segment:
     def use(self, executable: cuda_graph.Executable | None) -> None:
         """Launch this executable from now on, or none; the one before is closed, and freed once it has run."""
         old, self.executable = self.executable, executable  # first: no other thread may launch it from now on
-        self.ready.argument = 0 if executable is None else executable.handle
+        self.bound.argument = 0 if executable is None else executable.handle
         if old is not None:
             with suppress(CudaError):
                 old.close()

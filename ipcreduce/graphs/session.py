@@ -18,7 +18,7 @@ from ..cuda import cupy_runtime, current_streams
 from ..cuda.contexts import using
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
-from ..device.prepared import Prepared, Ready
+from ..device.prepared import BoundLaunch, Prepared
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach, UnsupportedError, reading
 from ..ipc.backend import IpcBackend
@@ -190,7 +190,7 @@ class GraphSession:
             theirs, stale = shared, None
         for segment in segments:
             if segment.calls:
-                segment.validity.replays.add(segment.ready)
+                segment.validity.replays.add(segment.bound)
         if error is not None or theirs is not None:
             try:
                 calls.raise_pending()  # the same fault, more exactly
@@ -240,7 +240,7 @@ class GraphSession:
                 self.order(StreamOrder.chain, recording.stream, caller)
 
     # ---- replay
-    def replayer(self, segment: Segment) -> tuple[Callable[..., Any], Ready, Callable[..., Any]] | None:
+    def replayer(self, segment: Segment) -> tuple[Callable[..., Any], BoundLaunch, Callable[..., Any]] | None:
         """``FastPath.make`` and its arguments, which replay a graph of one segment with all-reduces. Graphs keep them.
 
         None where each call is waited for.
@@ -248,14 +248,14 @@ class GraphSession:
         fast = self.require_backend("replay()").fast
         if fast is None:
             return None
-        return fast.make, segment.ready, lambda *_: self._launch(segment, *current_streams.stream_of(self.device))
+        return fast.make, segment.bound, lambda *_: self._launch(segment, *current_streams.stream_of(self.device))
 
     def launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""
         calls = self.calls
         fast = None if self.backend is None else self.backend.fast
         if fast is not None and segment.calls and current_streams.stream_of(self.device)[0] == stream:
-            fast.make(segment.ready, lambda *_: self._launch(segment, stream, owner))
+            fast.make(segment.bound, lambda *_: self._launch(segment, stream, owner))
             return
         with calls.lock:
             if segment.calls or segment.executable is None:

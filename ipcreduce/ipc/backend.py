@@ -13,14 +13,14 @@ from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device.backend import DeviceBackend, have_left
 from ..device.deferred_free import Action, attempt, free_after
-from ..device.prepared import Prepared, Ready
+from ..device.prepared import BoundLaunch, Prepared
 from ..errors import CudaError, Reach, UnsupportedError
 from ..interrupts import uninterrupted
 from ..page.control_page import Page
 from ..ranks.exchange import Channel
 from . import plan, virtual
+from .kernel_graphs import KernelGraphs
 from .launches import Launches
-from .ready import ReadyGraphs
 from .virtual import VirtualWorkspace
 from .workspace import Workspace
 
@@ -51,7 +51,7 @@ class IpcBackend(DeviceBackend):
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm,
             before_loading=self.drain,
         )  # fmt: skip
-        self.kernels, self._graphs = self.launches.kernels, ReadyGraphs(context)
+        self.kernels, self._graphs = self.launches.kernels, KernelGraphs(context)
         self.not_virtual = ""  # why the workspace is not in virtual memory
         self._used = False  # a kernel has run while it was suspended
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
@@ -82,9 +82,9 @@ class IpcBackend(DeviceBackend):
         """See :meth:`Launches.prepare`."""
         return self.launches.prepare(request)
 
-    def make_ready(self, prepared: Prepared, addresses: Any) -> Ready:
-        """See :meth:`ReadyGraphs.make`."""
-        return self._graphs.make(prepared, addresses) or prepared.ready(addresses)
+    def bind(self, prepared: Prepared, addresses: Any) -> BoundLaunch:
+        """See :meth:`KernelGraphs.make`."""
+        return self._graphs.make(prepared, addresses) or prepared.bind(addresses)
 
     # ---- suspend and resume
     def _virtual(self) -> VirtualWorkspace:

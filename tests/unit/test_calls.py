@@ -19,7 +19,7 @@ from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.fast_path import FastPath
 from ipcreduce.device.last_call import ON_STREAM
 from ipcreduce.device.launch_cache import LaunchCache
-from ipcreduce.device.prepared import Prepared, Ready
+from ipcreduce.device.prepared import BoundLaunch, Prepared
 from ipcreduce.errors import (
     ArgumentError,
     CaptureError,
@@ -222,7 +222,7 @@ def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
 def fast_path_of(rank: Rank) -> FastPath:
     """A fast path on stream 7, over no GPU."""
     order: Any = SimpleNamespace(quick=lambda stream, looked: ON_STREAM if stream == 7 else None)
-    return FastPath(rank.calls, 0, 1, order, rank.page, LaunchCache(0, order, Prepared.ready))
+    return FastPath(rank.calls, 0, 1, order, rank.page, LaunchCache(0, order, Prepared.bind))
 
 
 @walks("entered -> done")
@@ -235,22 +235,22 @@ def test_the_fast_path_and_the_usual_one(sharing: list[Rank], monkeypatch: pytes
     def launch(argument: int, stream: int) -> None:
         made.append((calls.number, argument, stream))
 
-    ready = Ready(Fingerprint.of("a replay"), launch, 9)
+    bound = BoundLaunch(Fingerprint.of("a replay"), launch, 9)
 
     def usual(*given: Any) -> str:
         made.append((calls.number, *given))
         return "usual result"
 
-    assert fast.make(ready, usual) is True
+    assert fast.make(bound, usual) is True
     assert sharing[1].page.calls.describe(0, 1) == "a replay"
     current.ptr = 8  # a launch there needs an event
-    assert fast.make(ready, usual) == "usual result"
+    assert fast.make(bound, usual) == "usual result"
     assert fast.make(None, usual, "an array", "sum", None, 8) == "usual result"
     nobody = (None,) * 4
     assert made == [(1, 9, 7), (2, *nobody), (3, "an array", "sum", None, 8)]
-    current.ptr, ready.launch = 7, lambda argument, stream: 1 // 0
+    current.ptr, bound.launch = 7, lambda argument, stream: 1 // 0
     with pytest.raises(ZeroDivisionError):
-        fast.make(ready, usual)
+        fast.make(bound, usual)
     assert sharing[1].page.fault()[0] == 4
     assert in_threads([lambda: calls.lock.acquire(timeout=HANG)]) == [True], "the lock is free"
 
@@ -260,9 +260,9 @@ def test_the_fast_path_sees_another_call(sharing: list[Rank], monkeypatch: pytes
     monkeypatch.setattr(cupy_runtime, "get_current_stream", lambda: SimpleNamespace(ptr=7))
     sharing[1].page.calls.enter(1, Fingerprint.of("another replay"))
     launched: list[Any] = []
-    ready = Ready(Fingerprint.of("a replay"), lambda *given: launched.append(given), 9)
+    bound = BoundLaunch(Fingerprint.of("a replay"), lambda *given: launched.append(given), 9)
     with pytest.raises(RankMismatchError, match="a replay on rank 0 and another replay on rank 1"):
-        fast_path_of(sharing[0]).make(ready, lambda *_: sharing[0].calls.enter(ready.what, 0))
+        fast_path_of(sharing[0]).make(bound, lambda *_: sharing[0].calls.enter(bound.what, 0))
     assert not launched
 
 

@@ -19,7 +19,7 @@ from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
 from ipcreduce.device.hits.lists import ListHits
 from ipcreduce.device.hits.plain import PlainHits
 from ipcreduce.device.launch_cache import MISS, LaunchCache
-from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from ipcreduce.device.prepared import BoundLaunch, OwnStep, Prepared
 from ipcreduce.types import Stream
 
 TURNS = 6  # in the last of them a list is found by its arrays
@@ -98,7 +98,7 @@ class Calls:
 
     def __init__(self) -> None:
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
-        self.cache = LaunchCache(0, order, self._make_ready)
+        self.cache = LaunchCache(0, order, self._bind)
         self.lists = ListHits(self.cache)
         self.cache.kinds[ListCall] = self.lists
         self.made = 0  # launches of places that have come before
@@ -107,9 +107,9 @@ class Calls:
     def _start(self, places: Places, stream: Stream) -> None:
         self.launched = tuple(numbers_of(words) for words, _ in places), stream
 
-    def _make_ready(self, prepared: Prepared, places: Places) -> Ready:
+    def _bind(self, prepared: Prepared, places: Places) -> BoundLaunch:
         self.made += 1
-        return Ready(prepared.what, self._start, places)
+        return BoundLaunch(prepared.what, self._start, places)
 
     def insert(self, arrays: Sequence[Any]) -> None:
         request: Any = len(arrays)
@@ -120,12 +120,12 @@ class Calls:
         self.cache.insert_form(ListCall(arrays, "sum", None), None, prepared)
 
     def lookup(self, arrays: Sequence[Any], out: Any, stream: Any = None, op: str = "sum") -> Any:
-        ready, result, current = self.lists.lookup(arrays, op, out, stream)
-        if ready is None:
-            assert (ready, result, current) == MISS
+        bound, result, current = self.lists.lookup(arrays, op, out, stream)
+        if bound is None:
+            assert (bound, result, current) == MISS
             return None
         assert result is out
-        ready.launch(ready.argument, current)
+        bound.launch(bound.argument, current)
         return self.launched
 
     def is_cached(self, arrays: Sequence[Any], out: Any) -> bool:

@@ -18,7 +18,7 @@ from ipcreduce.cuda.expressions import Expression, Operand
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import maps as hits
 from ipcreduce.device.launch_cache import MISS, LaunchCache
-from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from ipcreduce.device.prepared import BoundLaunch, OwnStep, Prepared
 from ipcreduce.errors import ArgumentError
 from tests.shared.streams import CURRENT, OTHER, Streams
 
@@ -62,13 +62,13 @@ class Calls:
         monkeypatch.setattr(hits, "cupy_runtime", self.library)
         monkeypatch.setattr(launch_cache, "cupy_runtime", self.library)
         order: Any = SimpleNamespace(quick=lambda stream: self.state)
-        self.cache = LaunchCache(0, order, self._make_ready)
+        self.cache = LaunchCache(0, order, self._bind)
         self.maps = hits.MapHits(self.cache)
         self.cache.kinds[MapCall] = self.maps
 
-    def _make_ready(self, prepared: Prepared, addresses: MapAddresses) -> Ready:
+    def _bind(self, prepared: Prepared, addresses: MapAddresses) -> BoundLaunch:
         self.made.append(addresses[:3])
-        return Ready(prepared.what, print, addresses)
+        return BoundLaunch(prepared.what, print, addresses)
 
     def insert(self, x: Array, out: Any, then: Map, first: Any = None, op: str = "sum") -> None:
         operands = []
@@ -108,8 +108,8 @@ def test_the_third_launch_at_a_place_is_kept(calls: Calls):
     one, words = then(), (number(2), 0x8000)
     calls.insert(X, OUT, one)
     for turn in range(4):
-        ready, result, stream = calls.lookup(X, OUT, one)
-        assert (ready.argument[:3], result, stream) == ((0x1000, 0x4000, words), OUT, CURRENT), turn
+        bound, result, stream = calls.lookup(X, OUT, one)
+        assert (bound.argument[:3], result, stream) == ((0x1000, 0x4000, words), OUT, CURRENT), turn
     assert calls.made == [(0x1000, 0x4000, words)]
     assert calls.lookup(X, OUT, then())[0] is calls.lookup(Array(0x1000), Array(0x4000), then())[0]
     assert len(calls.made) == 1
@@ -120,12 +120,12 @@ def test_new_results(calls: Calls):
     calls.insert(X, None, one)
     for turn in range(6):
         calls.library.free = 0x20000 + turn % 2 * 0x10000
-        ready, result, _ = calls.lookup(X, None, one)
-        assert ready.argument[1] == result.address == calls.library.free
+        bound, result, _ = calls.lookup(X, None, one)
+        assert bound.argument[1] == result.address == calls.library.free
     assert len(calls.made) == 2
     for calls.library.free in (0x40000, 0x50000, 0x40000):  # of a call that is cached by now
-        ready, *_ = calls.lookup(X, None, one)
-        assert ready.argument[1] == calls.library.free
+        bound, *_ = calls.lookup(X, None, one)
+        assert bound.argument[1] == calls.library.free
     calls.state = None  # type: ignore[assignment]
     made = calls.library.made
     assert calls.lookup(X, None, one) == MISS
@@ -136,11 +136,11 @@ def test_new_results(calls: Calls):
 def test_other_numbers_and_addresses(calls: Calls):
     calls.insert(X, OUT, then())
     for value in (3.0, -0.5, float("inf"), 1e-46):
-        ready, *_ = calls.lookup(X, OUT, then(value))
-        assert ready.argument[2] == (number(value), 0x8000)
+        bound, *_ = calls.lookup(X, OUT, then(value))
+        assert bound.argument[2] == (number(value), 0x8000)
     for x, out, a in ((0x1800, 0x4000, 0x8000), (0x1800, 0x4800, 0x8000), (0x1800, 0x4800, 0x8002)):
-        ready, *_ = calls.lookup(Array(x), Array(out), then(a=Array(a, (256,))))
-        assert ready.argument[:3] == (x, out, (number(2), a))
+        bound, *_ = calls.lookup(Array(x), Array(out), then(a=Array(a, (256,))))
+        assert bound.argument[:3] == (x, out, (number(2), a))
     assert calls.lookup(X, OUT, then(1e300)) == MISS
 
 
@@ -190,7 +190,7 @@ def test_an_object_that_has_changed_or_died(calls: Calls):
 def test_memory_that_is_shared(calls: Calls):
     """The slow path makes a copy, or raises an error in a call."""
     calls.insert(X, OUT, then(a=Array(0x8000)))
-    for x, out, a, ready in (
+    for x, out, a, hit in (
         (0x1000, 0x1000, 0x8000, True), (0x1000, 0x1000, 0x1000, True), (0x1000, 0x4000, 0x1000, True),
         (0x1000, 0x4000, 0x4000, True), (0x1000, 0x1000 + NBYTES, 0x4000, True),
         (0x1000, 0x1000 + NBYTES - 2, 0x4000, False),
@@ -200,7 +200,7 @@ def test_memory_that_is_shared(calls: Calls):
         (0x1000, 0x4001, 0x8000, False), (0x1000, 0x4000, 0x8001, False),
     ):  # fmt: skip
         given = Array(x), Array(out), then(a=Array(a))
-        assert (calls.lookup(*given)[0] is not None) is ready, (x, out, a)
+        assert (calls.lookup(*given)[0] is not None) is hit, (x, out, a)
     for a in (Array(0x8000, dtype=np.int16), ROW):  # neither has the elements of the output
         calls.insert(X, OUT, then(a=a))
         assert calls.lookup(X, OUT, then(a=a))[0]

@@ -14,7 +14,7 @@ from ipcreduce.calls.request import NormShape, with_norm
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import norms as hits
 from ipcreduce.device.launch_cache import MISS, LaunchCache
-from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from ipcreduce.device.prepared import BoundLaunch, OwnStep, Prepared
 from ipcreduce.errors import ArgumentError
 from tests.shared.streams import CURRENT, OTHER, Streams
 
@@ -59,13 +59,15 @@ class Calls:
         monkeypatch.setattr(launch_cache, "cupy_runtime", self.library)
         self.state: Any = "ON_STREAM"
         order: Any = SimpleNamespace(quick=lambda stream: self.state)
-        self.cache = LaunchCache(0, order, self._make_ready)
+        self.cache = LaunchCache(0, order, self._bind)
         self.norms = hits.NormHits(self.cache)
         self.cache.kinds[NormCall] = self.norms
 
-    def _make_ready(self, prepared: Prepared, addresses: NormAddresses) -> Ready:
+    def _bind(self, prepared: Prepared, addresses: NormAddresses) -> BoundLaunch:
         self.log.append(("made", "kept"))
-        return Ready(prepared.what, lambda argument, stream: self.log.append(("kept", argument, stream)), addresses)
+        return BoundLaunch(
+            prepared.what, lambda argument, stream: self.log.append(("kept", argument, stream)), addresses
+        )
 
     def insert(self, given: tuple[Any, ...], alignment: int = 16, plain: Any = None) -> None:
         how = given[7]
@@ -105,14 +107,14 @@ def test_the_third_launch_at_a_place_is_kept(calls: Calls):
     for turn, (made, way) in enumerate(((None, "once"), ("kept", "kept"), (None, "kept"), (None, "kept"))):
         calls.library.free = [0x10000, 0x20000]
         calls.log.clear()
-        ready, ((out, total), _), _ = calls.lookup(arguments())
+        bound, ((out, total), _), _ = calls.lookup(arguments())
         assert (out.address, total.address) == (0x10000, 0x20000)
-        ready.launch(ready.argument, CURRENT)
+        bound.launch(bound.argument, CURRENT)
         assert calls.log == [("made", made)] * (made is not None) + [(way, places, CURRENT)], turn
     calls.library.free = [0x20000, 0x10000]
-    ready, *_ = calls.lookup(arguments())
+    bound, *_ = calls.lookup(arguments())
     calls.log.clear()
-    ready.launch(ready.argument, CURRENT)
+    bound.launch(bound.argument, CURRENT)
     assert calls.log == [("once", NormAddresses(0x1000, 0x3000, 0x4000, 0x20000, 0x10000, 0, 0), CURRENT)]
 
 
@@ -169,9 +171,9 @@ def test_what_a_pair_hands_on_has_memory(calls: Calls):
     residual, plain = Array(0x4000), "an all-reduce"
     change = {"residual": residual, "residual_out": residual, "quantize": FP8(per="token")}
     calls.insert(arguments(**change), alignment=2, plain=plain)
-    ready, ((numbers, scales, total), y), _ = calls.lookup(arguments(**change))
+    bound, ((numbers, scales, total), y), _ = calls.lookup(arguments(**change))
     assert (numbers.dtype, scales.shape, scales.dtype, total) == ("e4m3", (4, 1), "float32", residual)
-    ready.launch(ready.argument, CURRENT)
+    bound.launch(bound.argument, CURRENT)
     assert calls.log[-1][1] == NormAddresses(
         0x1000, 0x3000, 0x4000, y.address, 0x4000, numbers.address, scales.address
     )  # fmt: skip
@@ -181,9 +183,9 @@ def test_a_given_scale_is_returned(calls: Calls):
     scale = Array(0x9000, (1,), "float32")
     change = {"quantize": FP8(scale=scale)}
     calls.insert(arguments(**change))
-    ready, ((_, found, _), _), _ = calls.lookup(arguments(**change))
+    bound, ((_, found, _), _), _ = calls.lookup(arguments(**change))
     assert found is scale
-    assert ready.argument.scales == 0x9000
+    assert bound.argument.scales == 0x9000
     moved = {"quantize": FP8(scale=Array(0x9002, (1,), "float32"))}
     assert calls.lookup(arguments(**moved)) == MISS
 
@@ -193,7 +195,7 @@ def test_tables_are_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch):
     for eps in (1e-3, 1e-4, 1e-5):
         calls.insert(arguments(eps=eps))
         for _ in range(3):
-            ready, *_ = calls.lookup(arguments(eps=eps))
-            ready.launch(ready.argument, CURRENT)
+            bound, *_ = calls.lookup(arguments(eps=eps))
+            bound.launch(bound.argument, CURRENT)
     assert calls.lookup(arguments(eps=1e-3)) == MISS
     assert max(len(calls.cache.forms), len(calls.cache.places)) <= 2

@@ -12,7 +12,7 @@ from ipcreduce.calls import request
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import plain as hits
 from ipcreduce.device.launch_cache import MISS, LaunchCache, Limited
-from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from ipcreduce.device.prepared import BoundLaunch, OwnStep, Prepared
 from tests.shared.streams import CURRENT, OTHER
 from tests.unit.test_hits_maps import NBYTES, OUT, Array, Library, X
 
@@ -33,7 +33,7 @@ class Calls:
         monkeypatch.setattr(launch_cache, "cupy_runtime", self.library)
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
         lists: Any = None
-        cache = LaunchCache(0, order, lambda prepared, addresses: Ready(prepared.what, print, addresses))
+        cache = LaunchCache(0, order, lambda prepared, addresses: BoundLaunch(prepared.what, print, addresses))
         self.plain = cache.kinds[PlainCall] = hits.PlainHits(cache, lists)
         of = request.plain(X.shape, "float16", "sum")
         prepared = Prepared(request=of, what=of.what, by="", nbytes=NBYTES, steps=(OwnStep(print),))
@@ -50,13 +50,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def test_memory_that_is_shared_or_misaligned(calls: Calls):
     """The slow path makes a copy, or raises an error in a call."""
-    for x, out, ready in (
+    for x, out, hit in (
         (0x1000, 0x1000, True), (0x1000, 0x4000, True), (0x1002, 0x4002, True), (0x1000, 0x1000 + NBYTES, True),
         (0x1000, 0x1000 + NBYTES - 2, False), (0x1000, 0x1000 - NBYTES + 2, False), (0x1001, 0x1001, False),
         (0x1001, 0x4000, False), (0x1000, 0x4001, False),
     ):  # fmt: skip
         for _ in range(2):
-            assert (calls.lookup(Array(x), Array(out))[0] is not None) is ready, (x, out)
+            assert (calls.lookup(Array(x), Array(out))[0] is not None) is hit, (x, out)
 
 
 def test_calls_with_a_limit_of_blocks_are_others(calls: Calls):
@@ -82,5 +82,5 @@ def test_new_results(calls: Calls):
     """They come to places in turn, and to new ones when the call is cached."""
     for free in (2, 3, 2, 3, 4, 5, 4, 2, 3, 5):
         calls.library.free = free << 16
-        ready, result, _ = calls.lookup(X, None)
-        assert ready.argument == (X.address, result.address) == (X.address, free << 16)
+        bound, result, _ = calls.lookup(X, None)
+        assert bound.argument == (X.address, result.address) == (X.address, free << 16)

@@ -17,7 +17,7 @@ from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
 from ipcreduce.device.hits import splits as hits
 from ipcreduce.device.hits.lists import ListHits
 from ipcreduce.device.launch_cache import MISS, LaunchCache
-from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from ipcreduce.device.prepared import BoundLaunch, OwnStep, Prepared
 from tests.unit import test_hits_arrays
 from tests.unit.test_hits_arrays import CURRENT, OTHER, TURNS, Array, Tensor
 
@@ -37,7 +37,7 @@ class Calls:
 
     def __init__(self, collective: str, axis: int = 0, parts: list[tuple[Shape, str]] | None = None) -> None:
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
-        self.cache = LaunchCache(0, order, lambda prepared, places: Ready(prepared.what, print, places))
+        self.cache = LaunchCache(0, order, lambda prepared, places: BoundLaunch(prepared.what, print, places))
         self.lists = ListHits(self.cache)
         self.hits = self.cache.kinds[SplitCall] = hits.SplitHits(self.cache, self.lists, RANK, N)
         self.collective, self.parts = collective, PARTS if parts is None else parts
@@ -81,12 +81,12 @@ class Calls:
 
     def places(self, arrays: Any, out: Any, **change: Any) -> list[tuple[int, int]] | None:
         """Source and target of each member in the launch that is found; None if the usual way has to be taken."""
-        ready, result, stream = self.lookup(arrays, out, **change)
-        if ready is None:
-            assert (ready, result, stream) == MISS
+        bound, result, stream = self.lookup(arrays, out, **change)
+        if bound is None:
+            assert (bound, result, stream) == MISS
             return None
         assert result is out
-        return [*pairs_of(ready.argument)]
+        return [*pairs_of(bound.argument)]
 
 
 def due(arrays: Sequence[Any], out: Sequence[Any]) -> list[tuple[int, int]]:
@@ -194,9 +194,9 @@ def test_new_results(calls: Calls, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cupy_runtime, "empty", empty)
     for turn in range(TURNS):
         every: list[Any] = []
-        ready, results, stream = calls.lookup(arrays, None)
+        bound, results, stream = calls.lookup(arrays, None)
         assert [*results] == every and stream == CURRENT  # noqa: PT018
-        assert [*pairs_of(ready.argument)] == due(arrays, every), turn
+        assert [*pairs_of(bound.argument)] == due(arrays, every), turn
         assert [(one.shape, one.dtype) for one in every] == [(one.shape, one.dtype) for one in out]
     assert calls.lookup(arrays, None, OTHER) == MISS
     calls.cache._order = SimpleNamespace(quick=lambda stream: None)  # type: ignore[assignment]
@@ -210,7 +210,7 @@ def test_memory_that_is_shared_or_misaligned(collective: str, axis: int):
     calls = Calls(collective, axis, [((4, 6), "f2"), ((4, 6), "i1")])
     calls.insert(*calls.arrays())
     base, part, nbytes = 1 << 21, 48, 96
-    for at, ready in (
+    for at, hit in (
         (base + part, axis == 0), (base - part, True), (base + nbytes, True), (base, False), (base + part + 2, False),
         (base + part - 2, False), (base - part + 2, False), (base + nbytes - 2, False), (1 << 24 | 1, False),
         (1 << 24 | 2, True), ((1 << 21) + 4096, False), ((1 << 21) + 4096 + 24, False),
@@ -220,17 +220,17 @@ def test_memory_that_is_shared_or_misaligned(collective: str, axis: int):
         wholes[0].place.ptr, wholes[1].place.ptr = base, base + 4096
         pair = (parts, wholes) if collective == GATHER else (wholes, parts)
         for _ in range(3):
-            assert (calls.places(*pair) is not None) is ready, (hex(at), axis)
+            assert (calls.places(*pair) is not None) is hit, (hex(at), axis)
 
 
 def test_outputs_of_a_broadcast_that_share_memory():
     calls = Calls(BROADCAST)
     calls.insert(*calls.arrays())
-    for offset, ready in ((4096, True), (192, True), (191, False), (0, False)):
+    for offset, hit in ((4096, True), (192, True), (191, False), (0, False)):
         arrays, out = calls.arrays()
         arrays[1].place.ptr = arrays[0].place.ptr + offset
         for _ in range(3):
-            assert (calls.places(arrays, out) is not None) is ready, offset
+            assert (calls.places(arrays, out) is not None) is hit, offset
 
 
 def test_tensors_whose_memory_changes():

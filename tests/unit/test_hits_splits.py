@@ -15,7 +15,7 @@ from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import splits as hits
 from ipcreduce.device.hits.lists import ListHits
 from ipcreduce.device.launch_cache import MISS, LaunchCache
-from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from ipcreduce.device.prepared import BoundLaunch, OwnStep, Prepared
 from tests.shared.streams import CURRENT, OTHER
 from tests.unit.test_hits_maps import Array
 from tests.unit.test_hits_maps import Library as Maps
@@ -44,7 +44,7 @@ class Calls:
         for module in (launch_cache, hits):
             monkeypatch.setattr(module, "cupy_runtime", self.library)
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
-        self.cache = LaunchCache(0, order, lambda prepared, addresses: Ready(prepared.what, print, addresses))
+        self.cache = LaunchCache(0, order, lambda prepared, addresses: BoundLaunch(prepared.what, print, addresses))
         self.hits = self.cache.kinds[SplitCall] = hits.SplitHits(self.cache, ListHits(self.cache), RANK, N)
         self.shapes = SHAPES[collective]
         if axis:
@@ -74,7 +74,7 @@ class Calls:
     def lookup(self, x: Any, out: Any, stream: Any = None, **change: Any) -> Any:
         return self.hits.lookup(x, self.changed(**change), x if self.collective == BROADCAST else out, stream)
 
-    def is_ready(self, x: Any, out: Any, **change: Any) -> bool:
+    def is_hit(self, x: Any, out: Any, **change: Any) -> bool:
         return self.lookup(x, out, **change)[0] is not None
 
 
@@ -88,8 +88,8 @@ def test_again_and_again(calls: Calls):
     x, out = calls.arrays(0x1000, 0x4000)
     target = 0x1000 if out is None else 0x4000
     found = [calls.lookup(x, out) for _ in range(5)]
-    for ready, result, stream in found:
-        assert ready.argument == (0x1000, target)
+    for bound, result, stream in found:
+        assert bound.argument == (0x1000, target)
         assert (result is x if out is None else result is out) and stream == CURRENT  # noqa: PT018
     assert found[1][0] is found[2][0] is found[4][0]
     assert found[2][0] is calls.lookup(*calls.arrays(0x1000, 0x4000))[0]
@@ -99,20 +99,20 @@ def test_again_and_again(calls: Calls):
 def test_arrays_that_have_moved_or_another_shape(calls: Calls):
     x, out = calls.arrays(0x1000, 0x4000)
     for _ in range(3):
-        assert calls.is_ready(x, out)
+        assert calls.is_hit(x, out)
     x.shape = (x.shape[0] // 2, 12)
-    assert not calls.is_ready(x, out), "its shape was set"
+    assert not calls.is_hit(x, out), "its shape was set"
     x.shape = calls.shapes[0]
-    assert calls.is_ready(x, out)
+    assert calls.is_hit(x, out)
     if out is not None:
         out.shape = out.shape[::-1]
-        assert not calls.is_ready(x, out)
-        assert not calls.is_ready(x, Array(0x4000, (3, 3)))
-        assert not calls.is_ready(x, Array(0x4000, calls.shapes[1], np.float32))
-        assert not calls.is_ready(x, Array(0, calls.shapes[1])), "it is not plain"
-    assert not calls.is_ready(Array(0x1000, (5, 5)), calls.arrays(0, 0x4000)[1])
-    assert not calls.is_ready(Array(0x1000, calls.shapes[0], np.float32), calls.arrays(0, 0x4000)[1])
-    assert not calls.is_ready(Array(0, calls.shapes[0]), calls.arrays(0, 0x4000)[1])
+        assert not calls.is_hit(x, out)
+        assert not calls.is_hit(x, Array(0x4000, (3, 3)))
+        assert not calls.is_hit(x, Array(0x4000, calls.shapes[1], np.float32))
+        assert not calls.is_hit(x, Array(0, calls.shapes[1])), "it is not plain"
+    assert not calls.is_hit(Array(0x1000, (5, 5)), calls.arrays(0, 0x4000)[1])
+    assert not calls.is_hit(Array(0x1000, calls.shapes[0], np.float32), calls.arrays(0, 0x4000)[1])
+    assert not calls.is_hit(Array(0, calls.shapes[0]), calls.arrays(0, 0x4000)[1])
     other = Array(0x2000, calls.shapes[0])
     assert calls.lookup(other, out and Array(0x4000, calls.shapes[1]))[0].argument[0] == 0x2000
 
@@ -121,8 +121,8 @@ def test_other_arguments_are_other_calls(calls: Calls):
     x, out = calls.arrays(0x1000, 0x4000)
     for change in ({"axis": 1}, {"sizes": (3, 5)}, {"sizes": (4, 4)}, {"root": 1}, {"sms": 3}, {"op": "max"}):
         for _ in range(3):
-            assert calls.is_ready(x, out)
-            assert not calls.is_ready(x, out, **change), change
+            assert calls.is_hit(x, out)
+            assert not calls.is_hit(x, out, **change), change
 
 
 def test_arguments_of_no_simple_type(calls: Calls):
@@ -142,8 +142,8 @@ def test_new_results(calls: Calls):
         return
     for free in (2, 3, 2, 3, 4, 2, 3):
         calls.library.free = free << 16
-        ready, result, _ = calls.lookup(x, None)
-        assert ready.argument == (0x1000, result.address) == (0x1000, free << 16)
+        bound, result, _ = calls.lookup(x, None)
+        assert bound.argument == (0x1000, result.address) == (0x1000, free << 16)
         assert result.shape == calls.shapes[1]
     assert calls.lookup(x, None, OTHER) == MISS
 
@@ -154,14 +154,14 @@ def test_memory_that_is_shared_or_misaligned(monkeypatch: pytest.MonkeyPatch, co
     """This rank's own place is allowed, if it has no gaps. The usual way makes copies, or raises an error in a call."""
     calls = Calls(monkeypatch, collective, axis)
     part, base = NBYTES - OFFSET, 0x1000
-    for at, ready in (
+    for at, hit in (
         (base + OFFSET, axis == 0), (base - part, True), (base + NBYTES, True), (base, False), (base + 2, False),
         (base - 2, False), (base + OFFSET - 2, False), (base + OFFSET + 2, False), (base + NBYTES - 2, False),
         (base - part + 2, False), (base - 1, False), (0x4000, True), (0x4001, False),
     ):  # fmt: skip
         source, target = (at, base) if collective == GATHER else (base, at)
         for _ in range(3):
-            assert calls.is_ready(*calls.arrays(source, target)) is ready, (hex(at), axis)
+            assert calls.is_hit(*calls.arrays(source, target)) is hit, (hex(at), axis)
 
 
 def test_the_byte_before_an_array_is_no_place(monkeypatch: pytest.MonkeyPatch):

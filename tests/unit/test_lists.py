@@ -121,8 +121,8 @@ def test_a_list_is_launched_by_its_parts(sizes: list[int], most_packets: int):
     first, launched[:] = [words.tolist() for _, words, _ in launched], []
     for _, words, _ in launched:
         words[:] = 0
-    ready = prepared.ready(places)
-    ready.launch(ready.argument, Stream(5))
+    bound = prepared.bind(places)
+    bound.launch(bound.argument, Stream(5))
     assert [words.tolist() for _, words, _ in launched] == first
     for one, words, stream in launched:
         for at, places in enumerate((sources, targets)):

@@ -14,7 +14,7 @@ from ...calls.addresses import Places, numbers_of
 from ...cuda import cupy_runtime, torch_lists, torch_runtime
 from ..arguments import Words
 from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, Limited, given_stream, library_of
-from ..prepared import Prepared, Ready, keep
+from ..prepared import BoundLaunch, Prepared, keep
 
 _MAX_LENGTHS = 256
 _MANY = 48  # members from which on NumPy is faster than Python
@@ -132,7 +132,7 @@ class ListHits:
         self._of_length: dict[tuple[Any, int], Form | None] = {}
 
     def lookup(self, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
-        """A call on a list or a tuple of arrays, if it can be ready."""
+        """A call on a list or a tuple of arrays, if it has a launch."""
         if not arrays:
             return MISS
         if out is arrays:
@@ -162,7 +162,7 @@ class ListHits:
             return self._by_place(ends, arrays, op, out, stream)
         if stream is not None:
             current = given_stream(stream, current, entry.read is not None)
-        return MISS if current is None else (entry.ready, out, current)
+        return MISS if current is None else (entry.bound, out, current)
 
     def _by_place(self, ends: _Ends | None, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
         """Look a call up by its place: see :meth:`lookup`.
@@ -190,24 +190,24 @@ class ListHits:
             targets = others
         froms = form.layout.pack(*sources)
         addresses = froms, froms if targets is sources else form.layout.pack(*targets)
-        ready = cache.places.get((form, addresses))
-        if ready is None:
+        bound = cache.places.get((form, addresses))
+        if bound is None:
             insert = None if ends is None else partial(self._insert, ends, arrays, out, sources, targets)
-            ready = cache.at(form, addresses, out is None, insert)
-            if ready is None:
+            bound = cache.at(form, addresses, out is None, insert)
+            if bound is None:
                 return MISS
-        return ready, result, current
+        return bound, result, current
 
     def _insert(
         self, ends: _Ends, arrays: Sequence[Any], out: Sequence[Any], sources: list[int], targets: list[int],
-        form: Form, ready: Ready,
+        form: Form, bound: BoundLaunch,
     ) -> None:  # fmt: skip
         every = [*arrays] if out is arrays else [*arrays, *out]
         if form.library is torch_runtime:
-            entry = Entry(form, ready, 0, (sources, targets))
+            entry = Entry(form, bound, 0, (sources, targets))
         else:
             others = (None, None) if out is arrays else ([*map(id, out)], cupy_runtime.same_shapes(out))
-            entry = Entry(form, ready, 0, ([*map(id, arrays)], cupy_runtime.same_shapes(arrays), *others))
+            entry = Entry(form, bound, 0, ([*map(id, arrays)], cupy_runtime.same_shapes(arrays), *others))
         self._cache.insert(ends, entry, every, every)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:

@@ -13,7 +13,7 @@ from ...calls.addresses import MapAddresses
 from ...cuda import cupy_runtime, torch_runtime
 from ...types import Stream
 from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
-from ..prepared import Prepared, Ready
+from ..prepared import BoundLaunch, Prepared
 
 _Key = tuple[int, int, int, str]  # ids of array, out and Map, and op
 _Place = tuple[int, Any, Any]  # address, shape and dtype of an array
@@ -65,7 +65,7 @@ class MapHits:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
     def lookup(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Found:
-        """A call with an expression, if it can be ready. ``mapped``: the op, and the :class:`Map`."""
+        """A call with an expression, if it has a launch. ``mapped``: the op, and the :class:`Map`."""
         op, then = mapped
         if type(op) is not str or type(then) is not Map:
             return MISS
@@ -91,13 +91,13 @@ class MapHits:
             if current is None:
                 return MISS
         if out is not None:
-            return entry.ready, out, current
+            return entry.bound, out, current
         result, target = self._new(entry.form, array, current)
         if not target:
             return MISS
         source, words = entry.source
-        ready = entry.to_new.get(target) or self._cache.to_new(entry, (source, target, words), target)
-        return ready, result, current
+        bound = entry.to_new.get(target) or self._cache.to_new(entry, (source, target, words), target)
+        return bound, result, current
 
     def _by_place(self, key: _Key, array: Any, op: str, out: Any, stream: Any, then: Map) -> Found:
         """Look a call up by its place: see :meth:`lookup`."""
@@ -116,13 +116,13 @@ class MapHits:
             if not target:
                 return MISS
         addresses = source, target, words
-        ready = cache.places.get((form, addresses))
-        if ready is None:
+        bound = cache.places.get((form, addresses))
+        if bound is None:
             insert = partial(self._insert, key, array, out, then, (source, words))
-            ready = cache.at(form, addresses, out is None, insert)
-            if ready is None:
+            bound = cache.at(form, addresses, out is None, insert)
+            if bound is None:
                 return MISS
-        return ready, result, current
+        return bound, result, current
 
     def _new(self, form: Form, array: Any, current: Stream) -> tuple[Any, int]:
         """A new result and its address, which is 0 if there is none."""
@@ -153,12 +153,12 @@ class MapHits:
         return tuple(key), place[0], other[0], operands
 
     def _insert(
-        self, key: _Key, array: Any, out: Any, then: Map, source: Any, form: Form, ready: Ready
+        self, key: _Key, array: Any, out: Any, then: Map, source: Any, form: Form, bound: BoundLaunch
     ) -> None:  # fmt: skip
         values = then._values
         operands = [(index, one.shape) for index, one in enumerate(values) if not issubclass(type(one), NUMBERS)]
         tensors = _tensors(array, out, values, operands)
-        self._cache.insert(key, Entry(form, ready, source, (array.shape, operands)), [*tensors, then], tensors)
+        self._cache.insert(key, Entry(form, bound, source, (array.shape, operands)), [*tensors, then], tensors)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""

@@ -13,7 +13,7 @@ from ...calls.addresses import NormAddresses
 from ...calls.request import ITEMSIZES
 from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
-from ..prepared import Prepared, Ready
+from ..prepared import BoundLaunch, Prepared
 
 _Arguments = Sequence[Any]  # of a call, in the order of NormArguments
 _ARRAYS = 0, 1, 3, 4, 5, 8, 9  # the indices of arrays among the arguments
@@ -63,7 +63,7 @@ class NormHits:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
     def lookup(self, given: _Arguments, _op: None, _out: Any, stream: Any) -> Found:
-        """A call with RMSNorm, if it can be ready.
+        """A call with RMSNorm, if it has a launch.
 
         Its result comes with y, whose memory has to live until the launch, even if nobody gets it.
         """
@@ -97,9 +97,9 @@ class NormHits:
         if current is None:
             return MISS
         if how is None:
-            return entry.ready, ((out, residual_out), out), current
+            return entry.bound, ((out, residual_out), out), current
         scales = how._scale if scales_out is None else scales_out
-        return entry.ready, ((quant_out, scales, residual_out), out), current
+        return entry.bound, ((quant_out, scales, residual_out), out), current
 
     def _by_place(self, key: Any, given: _Arguments, stream: Any) -> Found:
         """Look a call up by its place: see :meth:`lookup`.
@@ -127,16 +127,16 @@ class NormHits:
             if not addresses[at]:
                 return MISS
         there = NormAddresses(*addresses)
-        ready = cache.places.get((form, there))
-        if ready is None:
+        bound = cache.places.get((form, there))
+        if bound is None:
             insert = None if made or key is None else partial(self._insert, key, given)
-            ready = cache.at(form, there, bool(made), insert)
-            if ready is None:
+            bound = cache.at(form, there, bool(made), insert)
+            if bound is None:
                 return MISS
         _, _, _, out, total, numbers, scales = results
         if how is None:
-            return ready, ((out, total), out), current
-        return ready, ((numbers, scales if how._scale is None else how._scale, total), out), current
+            return bound, ((out, total), out), current
+        return bound, ((numbers, scales if how._scale is None else how._scale, total), out), current
 
     def _look(self, given: _Arguments) -> tuple[Any, list[int]] | None:
         """The key of a call's form, and the addresses of its arrays, 0 where there is none. None if it has no form."""
@@ -168,7 +168,7 @@ class NormHits:
                 key += shape, dtype
         return tuple(key), addresses
 
-    def _insert(self, key: Any, given: _Arguments, form: Form, ready: Ready) -> None:
+    def _insert(self, key: Any, given: _Arguments, form: Form, bound: BoundLaunch) -> None:
         scale = None if given[7] is None else given[7]._scale
         apart = {id(given[index]): index for index in _ARRAYS if given[index] is not None}  # two may be one array
         every = [*(given[index] for index in apart.values()), *([] if scale is None else [scale])]
@@ -176,7 +176,7 @@ class NormHits:
         if form.library is cupy_runtime:
             forms = tuple((index, *cupy_runtime.form(given[index])) for index in apart.values())
         more = given[2], given[6], forms, itemgetter(*apart.values())
-        self._cache.insert(key, Entry(form, ready, 0, more), every, every)
+        self._cache.insert(key, Entry(form, bound, 0, more), every, every)
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""

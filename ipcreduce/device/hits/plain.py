@@ -8,7 +8,7 @@ from typing import Any
 
 from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, Limited, given_stream, library_of
-from ..prepared import Prepared, Ready
+from ..prepared import BoundLaunch, Prepared
 from .lists import ListHits
 
 _Addresses = tuple[int, int]  # of source and target
@@ -35,7 +35,7 @@ class PlainHits:
         self._cache, self._device, self._objects, self._lists = cache, cache.device, cache.objects, lists
 
     def lookup(self, array: Any, op: Any, out: Any, stream: Any) -> Found:
-        """A call on an array or a list, if it can be ready."""
+        """A call on an array or a list, if it has a launch."""
         if type(op) is not str and type(op) is not Limited:
             return MISS
         key = id(array), id(out), op
@@ -59,14 +59,14 @@ class PlainHits:
             if current is None:
                 return MISS
         if out is not None:
-            return entry.ready, out, current
+            return entry.bound, out, current
         if not self._cache.can_allocate(current):
             return MISS
         result, target = entry.library.empty_like(array, self._device)
         if not target:
             return MISS
-        ready = entry.to_new.get(target) or self._cache.to_new(entry, (entry.source, target), target)
-        return ready, result, current
+        bound = entry.to_new.get(target) or self._cache.to_new(entry, (entry.source, target), target)
+        return bound, result, current
 
     def _by_place(self, key: _Key, array: Any, op: Any, out: Any, stream: Any) -> Found:
         """Look a call up by its place: see :meth:`lookup`."""
@@ -90,12 +90,12 @@ class PlainHits:
             if not target:
                 return MISS
         addresses = source, target
-        ready = cache.places.get((form, addresses))
-        if ready is None:
-            ready = cache.at(form, addresses, out is None, partial(self._insert, key, array, out, source))
-            if ready is None:
+        bound = cache.places.get((form, addresses))
+        if bound is None:
+            bound = cache.at(form, addresses, out is None, partial(self._insert, key, array, out, source))
+            if bound is None:
                 return MISS
-        return ready, result, current
+        return bound, result, current
 
     def _look(self, array: Any, op: Any, out: Any) -> tuple[Any, Any, int, int] | None:
         """The library and the form's key of a call, and the addresses of the two arrays; None if it has no form."""
@@ -111,10 +111,10 @@ class PlainHits:
             return None
         return library, (op, shape, dtype), source, other[0]
 
-    def _insert(self, key: _Key, array: Any, out: Any, source: int, form: Form, ready: Ready) -> None:
+    def _insert(self, key: _Key, array: Any, out: Any, source: int, form: Form, bound: BoundLaunch) -> None:
         if form.library.can_be_cached(array.dtype):
             objects = (array,) if out is None or out is array else (array, out)
-            self._cache.insert(key, Entry(form, ready, source, array.shape), objects, objects)
+            self._cache.insert(key, Entry(form, bound, source, array.shape), objects, objects)
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the slow path."""

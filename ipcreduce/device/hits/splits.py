@@ -10,7 +10,7 @@ from ...arrays.splits import BROADCAST, SCATTER, SplitKey, is_simple
 from ...calls.request import Split, unit_of
 from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
-from ..prepared import Prepared, Ready
+from ..prepared import BoundLaunch, Prepared
 from .lists import NOWHERE, ListHits, Members
 
 _Ids = tuple[int, int, SplitKey]  # of array and out
@@ -46,7 +46,7 @@ class SplitHits:
         self._rank, self._n = rank, n
 
     def lookup(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Found:
-        """A call that can be ready. ``out`` of a broadcast is its array."""
+        """A call that has a launch. ``out`` of a broadcast is its array."""
         if not is_simple(key):
             return MISS
         ids = id(array), id(out), key
@@ -70,14 +70,14 @@ class SplitHits:
             if current is None:
                 return MISS
         if out is not None:
-            return entry.ready, out, current
+            return entry.bound, out, current
         if not self._cache.can_allocate(current):
             return MISS
         result, target = entry.library.empty(array, entry.form.layout.shape, array.dtype, self._device)
         if not target:
             return MISS
-        ready = entry.to_new.get(target) or self._cache.to_new(entry, (entry.source, target), target)
-        return ready, result, current
+        bound = entry.to_new.get(target) or self._cache.to_new(entry, (entry.source, target), target)
+        return bound, result, current
 
     def _by_place(self, ids: _Ids, array: Any, out: Any, stream: Any) -> Found:
         """Look a call up by its place: see :meth:`lookup`."""
@@ -98,12 +98,12 @@ class SplitHits:
             if not target:
                 return MISS
         addresses = source, target
-        ready = cache.places.get((form, addresses))
-        if ready is None:
-            ready = cache.at(form, addresses, out is None, partial(self._insert, ids, array, out, source, shape))
-            if ready is None:
+        bound = cache.places.get((form, addresses))
+        if bound is None:
+            bound = cache.at(form, addresses, out is None, partial(self._insert, ids, array, out, source, shape))
+            if bound is None:
                 return MISS
-        return ready, result, current
+        return bound, result, current
 
     def _look(self, array: Any, out: Any) -> tuple[Any, Any, Any, int, Any, int] | None:
         """Library, shape, dtype and address of the array, and shape and address of the output; None without a form."""
@@ -119,10 +119,10 @@ class SplitHits:
             return None
         return library, shape, dtype, source, other[1], other[0]
 
-    def _insert(self, ids: _Ids, array: Any, out: Any, source: int, shape: Any, form: Form, ready: Ready) -> None:
+    def _insert(self, ids: _Ids, array: Any, out: Any, source: int, shape: Any, form: Form, bound: BoundLaunch) -> None:
         if form.library.can_be_cached(array.dtype):
             objects = (array,) if out is None or out is array else (array, out)
-            entry = Entry(form, ready, source, (shape, None if out is None else out.shape))
+            entry = Entry(form, bound, source, (shape, None if out is None else out.shape))
             self._cache.insert(ids, entry, objects, objects)
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cuda import cupy_runtime, graph
 from ..cuda.contexts import using_relaxed
-from ..device.prepared import KernelStep, Prepared, Ready
+from ..device.prepared import BoundLaunch, KernelStep, Prepared
 from ..errors import CudaError
 from ..interrupts import uninterrupted
 from . import plan
@@ -17,14 +17,14 @@ from .lists import ListStep
 _MAX_GRAPHS = 256  # of 0.1 MB each. The first graphs are kept, and no more are made
 
 
-class ReadyGraphs:
+class KernelGraphs:
     """The graphs of one backend."""
 
     def __init__(self, context: int) -> None:
         self._context = context
         self._graphs: dict[tuple[KernelStep | ListStep, Any], graph.Executable] = {}  # by launch and addresses
 
-    def make(self, prepared: Prepared, addresses: Any) -> Ready | None:
+    def make(self, prepared: Prepared, addresses: Any) -> BoundLaunch | None:
         """The launch of a call as a graph; None if it is several launches, or a long message, or there is no room."""
         if len(prepared.steps) != 1 or not plan.is_short(prepared.nbytes):
             return None
@@ -40,7 +40,7 @@ class ReadyGraphs:
             ):  # without a graph, the launch still works
                 step.set(addresses)
                 executable = self._graphs[step, addresses] = graph.executable_of(step.launch)
-        return None if executable is None else Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
+        return None if executable is None else BoundLaunch(prepared.what, cupy_runtime.launch_graph, executable.handle)
 
     def close_actions(self) -> list[Callable[[], None]]:
         """Actions that close the graphs. Their kernels must have run, and must not be unloaded yet."""

@@ -106,7 +106,7 @@ class Case:
         """The kernel that runs :meth:`fused`, and its launch."""
         prepared = self.backend.prepare(self._request)
         planned = self.backend.launches.norm_plan(self.shape)
-        return prepared.by if planned is None or prepared.hands_on else name_of(planned)
+        return prepared.kernels if planned is None or prepared.hands_on else name_of(planned)
 
     @property
     def _request(self) -> Request:

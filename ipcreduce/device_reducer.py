@@ -50,7 +50,7 @@ class DeviceReducer:
         if site.recorded:
             prepared = self._session.note(prepared, *used.held)
         else:
-            self._calls.enter(prepared.what, site.stream)
+            self._calls.enter(prepared.fingerprint, site.stream)
         backend.run(partial(prepared.start, addresses), site.stream, site.owner, recorded=site.recorded)
         if backend.launch_cache is not None and not site.recorded:
             backend.launch_cache.insert_form(given, used.result, prepared)

@@ -54,8 +54,8 @@ class DeviceSplit:
 
     def place(self, prepared: PreparedCall) -> tuple[Any, Any]:
         """See :class:`DeviceCall`."""
-        for one, through in zip(self._arrays, prepared.through, strict=True):
-            one.settle(through, prepared.packed)
+        for one, wire_dtype in zip(self._arrays, prepared.wire_dtypes, strict=True):
+            one.settle(wire_dtype, prepared.packed)
         if not self._call.is_list:
             return self._arrays[0].source_address, self._arrays[0].destination_address
         sources = addresses_of([one.source_address for one in self._arrays])
@@ -136,8 +136,8 @@ class _Array:
             return Member(self.whole, kind_name(self.source.dtype, self.op))
         return Moved(self.whole, self._dtype or str(self.source.dtype), self.source.itemsize)
 
-    def settle(self, through: Any, packed: bool) -> None:
-        """Make the copies that kernels need: contiguous ones, of dtype ``through`` if one is given.
+    def settle(self, wire_dtype: Any, packed: bool) -> None:
+        """Make the copies that kernels need: contiguous ones, of dtype ``wire_dtype`` if one is given.
 
         :param packed: the parts lie one behind the other, in place of their rows.
         """
@@ -145,13 +145,13 @@ class _Array:
         self._packed = packed and self.splitting.split.rows(self.whole, 1, self.splitting.n).rows > 1
         with site.allocating():
             if self._packed and not gathers:
-                self.source = self._pack(self.source, through)
-            elif through is not None or not views.is_contiguous(self.source):
-                self.source = views.contiguous_copy(self.source, site.stream, through)
+                self.source = self._pack(self.source, wire_dtype)
+            elif wire_dtype is not None or not views.is_contiguous(self.source):
+                self.source = views.contiguous_copy(self.source, site.stream, wire_dtype)
             if self._call.collective == BROADCAST:
                 self.destination = self.source
-            elif through is not None or not views.is_contiguous(self.target) or (self._packed and gathers):
-                dtype = self.target.dtype if through is None else through
+            elif wire_dtype is not None or not views.is_contiguous(self.target) or (self._packed and gathers):
+                dtype = self.target.dtype if wire_dtype is None else wire_dtype
                 self.destination = views.empty(self.target.shape, dtype, site.stream, site.device)
         self._check_alignment()
 

@@ -166,8 +166,8 @@ class CachedSplit:
     :ivar what: the ranks compare.
     """
 
-    def __init__(self, given: SplitArguments, one: HostSplitArray, what: Fingerprint, rows: Rows) -> None:
-        self.what, self._rank, self._n = what, given.rank, given.n
+    def __init__(self, given: SplitArguments, one: HostSplitArray, fingerprint: Fingerprint, rows: Rows) -> None:
+        self.fingerprint, self._rank, self._n = fingerprint, given.rank, given.n
         self._op, self._root, self._reduced, self._dtype = one.op, one.root, one.reduced, one.source.dtype
         self._shape = one.whole if given.collective == GATHER else one.part
         firsts = [begin // self._reduced.itemsize for begin in (*rows.offsets, rows.pitch)]
@@ -181,7 +181,7 @@ class CachedSplit:
             return None
         (one,) = used.arrays
         rows = split.rows(one.whole, array.itemsize, given.n)
-        return CachedSplit(given, one, used.request.what, rows) if rows.rows == 1 else None
+        return CachedSplit(given, one, used.request.fingerprint, rows) if rows.rows == 1 else None
 
     def again(self, array: Any, out: Any) -> tuple[SplitParts, Any] | None:
         """The parts and the result of a call; None if it has to be checked."""

@@ -154,8 +154,8 @@ class DeviceList:
 
     def place(self, prepared: PreparedCall) -> tuple[Any, Any]:
         """See :class:`DeviceCall`."""
-        for used, through in zip(self.written, prepared.through, strict=True):
-            used.convert(through)
+        for used, wire_dtype in zip(self.written, prepared.wire_dtypes, strict=True):
+            used.convert(wire_dtype)
         sources = addresses_of([used.source_address for used in self.written])
         return sources, addresses_of([used.destination_address for used in self.written])
 

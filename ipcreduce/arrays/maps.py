@@ -256,15 +256,15 @@ class DeviceMap:
 
     def place(self, prepared: PreparedCall) -> MapAddresses:
         """See :class:`DeviceCall`."""
-        used, site, through = self._used, self._used.site, prepared.through[0]
+        used, site, wire_dtype = self._used, self._used.site, prepared.wire_dtypes[0]
         source, reduced, between = used.source_address, used.destination_address, used.destination_address
         with site.allocating():
             if prepared.hands_on and any(views.overlap(one, used.destination) for one in self._arrays):
                 # They are read behind the all-reduce.
                 self._made.append(views.empty(used.source.shape, used.source.dtype, site.stream, site.device))
                 reduced = between = views.pointer(self._made[0])
-            if through is not None:
-                self._made.append(views.contiguous_copy(used.source, site.stream, through))
+            if wire_dtype is not None:
+                self._made.append(views.contiguous_copy(used.source, site.stream, wire_dtype))
                 source = reduced = views.pointer(self._made[-1])
         return MapAddresses(source, used.destination_address, tuple(self._words), reduced, between)
 

@@ -60,7 +60,7 @@ class DevicePlain:
     def place(self, prepared: PreparedCall) -> tuple[int, int]:
         """See :class:`DeviceCall`."""
         used = self._used
-        used.convert(prepared.through[0])
+        used.convert(prepared.wire_dtypes[0])
         return used.source_address, used.destination_address
 
     @property

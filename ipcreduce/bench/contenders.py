@@ -95,7 +95,7 @@ class Ours(Contender):
             return parts.KERNELS[self._of.what] if backend.name == "ipc" else backend.name
         arrays = source if isinstance(source, list) else [source]
         members = tuple(Member(array.shape, kind_name(array.dtype, "sum")) for array in arrays)
-        return backend.prepare(Request("sum", members, is_list=isinstance(source, list))).by
+        return backend.prepare(Request("sum", members, is_list=isinstance(source, list))).kernels
 
     def close(self) -> None:
         self._close_graph()

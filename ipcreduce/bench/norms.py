@@ -142,7 +142,7 @@ class Ours(contenders.Ours):
 
     def algorithm(self, mode: str, source: Rows) -> str:
         """The kernels that run a call."""
-        return prepared(session_of(self._comm).require_backend("bench"), source).by
+        return prepared(session_of(self._comm).require_backend("bench"), source).kernels
 
 
 class Pair(Ours):

@@ -168,7 +168,7 @@ class Request(NamedTuple):
     split: Split | None = None
 
     @property
-    def what(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """The call in words, and its checksum."""
         return _in_words(self)
 

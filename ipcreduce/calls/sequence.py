@@ -67,7 +67,7 @@ class CallSequence:
         if self.unusable is not None:
             raise type(self.unusable)(str(self.unusable))
 
-    def enter(self, what: Fingerprint, stream: Stream) -> None:
+    def enter(self, fingerprint: Fingerprint, stream: Stream) -> None:
         """Settle an earlier fault, then record this call and compare it with that of each rank that has come to it.
 
         :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
@@ -85,18 +85,18 @@ class CallSequence:
                         reach=Reach.CAPTURED,
                     )
                 self._resynchronise()
-        other = page.calls.enter(self.number, what)
+        other = page.calls.enter(self.number, fingerprint)
         if other is not None:
             self._raise_mismatch(other)
 
-    def compare(self, what: Fingerprint) -> None:
+    def compare(self, fingerprint: Fingerprint) -> None:
         """Compare the current call with every rank's, once all have come to it.
 
         :meth:`enter` may have missed a difference between two ranks that entered the call at the same moment.
 
         :raises RankMismatchError: if calls differ.
         """
-        other = self.page.calls.compare(self.number, what)
+        other = self.page.calls.compare(self.number, fingerprint)
         if other is not None:
             self._raise_mismatch(other)
 

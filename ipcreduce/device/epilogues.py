@@ -39,19 +39,20 @@ def behind(plain: Prepared | None, request: Request, kernels: Kernels, device: i
     after = request.epilogue
     is_norm = isinstance(after, NormShape)
     launches: list[Step] = [*(_of_norm if is_norm else _of_map)(request, kernels, plain is not None)]
-    names = [] if plain is None else [plain.by]
+    names = [] if plain is None else [plain.kernels]
     names += ["rmsnorm" if is_norm else "copy"]
     if is_norm and not after.rows:
         launches, names, plain = [], ["nothing"], None
     whole = Prepared(
-        request=request, what=request.what, by=", ".join(names), nbytes=request.nbytes, steps=tuple(launches)
-    )
+        request=request, fingerprint=request.fingerprint, kernels=", ".join(names), nbytes=request.nbytes,
+        steps=tuple(launches),
+    )  # fmt: skip
     return whole if plain is None else _handed_on(plain, whole, is_norm, device)
 
 
 def _handed_on(plain: Prepared, after: Prepared, is_norm: bool, device: int) -> Prepared:
     """Both, one behind the other."""
-    reduce, wider = plain.quickest, plain.through[0]
+    reduce, wider = plain.quickest, plain.wire_dtypes[0]
 
     def first(addresses: Any, stream: Stream) -> None:
         reduce((addresses.source, addresses.between if is_norm else addresses.reduced), stream)
@@ -65,8 +66,10 @@ def _handed_on(plain: Prepared, after: Prepared, is_norm: bool, device: int) -> 
             views.copy_into(views.at(addresses.between, shape, KINDS[kind], device), source, stream)
 
         steps.append(OwnStep(narrow))
-    what = after.what.made_by(plain.what.operations)
-    return replace(after, what=what, steps=(*steps, *after.steps), through=plain.through, hands_on=True)
+    fingerprint = after.fingerprint.made_by(plain.fingerprint.operations)
+    return replace(
+        after, fingerprint=fingerprint, steps=(*steps, *after.steps), wire_dtypes=plain.wire_dtypes, hands_on=True
+    )
 
 
 def _of_map(request: Request, kernels: Kernels, is_behind: bool) -> Iterator[KernelStep]:

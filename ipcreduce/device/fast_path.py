@@ -123,12 +123,12 @@ class FastPath:
         if state is None:
             return False
         recorded, number_word, slots, agreed = self._recorder_parts
-        what = bound.what
+        fingerprint = bound.fingerprint
         slot = number % RING
-        if recorded[slot] is not what:
-            self._recorder.write(slot, what)
+        if recorded[slot] is not fingerprint:
+            self._recorder.write(slot, fingerprint)
         number_word[0] = number
-        if slots[slot] != agreed[what.crc] and self._recorder.differing(number) is not None:
+        if slots[slot] != agreed[fingerprint.crc] and self._recorder.differing(number) is not None:
             return False
         if state is RESTING:
             order.resume()

@@ -64,7 +64,7 @@ class Form:
 
     def __init__(self, prepared: Prepared, library: Any, layout: Any) -> None:
         self.prepared, self.library, self.layout = prepared, library, layout
-        self.anew = BoundLaunch(prepared.what, prepared.quickest, None)
+        self.anew = BoundLaunch(prepared.fingerprint, prepared.quickest, None)
 
 
 class Entry:
@@ -149,7 +149,7 @@ class LaunchCache:
 
     def insert_form(self, given: Any, result: Any, prepared: Prepared) -> None:
         """Insert the form of a call that was made by the slow path, if calls like it can have a launch."""
-        if any(through is not None for through in prepared.through):
+        if any(wire_dtype is not None for wire_dtype in prepared.wire_dtypes):
             return
         found = self.kinds[type(given)].form_of(given, result, prepared)
         if found is not None:

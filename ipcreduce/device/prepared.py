@@ -22,10 +22,10 @@ Start = Callable[[Any, Stream], Any]  # puts work on a stream, for addresses or 
 class BoundLaunch:
     """A launch with its addresses: ``launch(argument, stream)``. Without an argument it cannot be made any more."""
 
-    __slots__ = ("__weakref__", "argument", "launch", "what")
+    __slots__ = ("__weakref__", "argument", "fingerprint", "launch")
 
-    def __init__(self, what: Fingerprint, launch: Start, argument: Any) -> None:
-        self.what, self.launch, self.argument = what, launch, argument
+    def __init__(self, fingerprint: Fingerprint, launch: Start, argument: Any) -> None:
+        self.fingerprint, self.launch, self.argument = fingerprint, launch, argument
 
 
 class Step(Protocol):
@@ -78,20 +78,20 @@ class OwnStep:
 class Prepared:
     """All that a backend knows of a call before its addresses are given.
 
-    :ivar by: the names of the kernels, or of the library, that run it.
+    :ivar kernels: the names of the kernels, or of the library, that run it.
     :ivar nbytes: of the arrays that are reduced, which say if a launch is short.
-    :ivar through: by member, the dtype as which it is reduced, if not the array's own.
+    :ivar wire_dtypes: by member, the dtype as which it is reduced, if not the array's own.
     :ivar alignment: of the addresses of arrays of the call's dtype, in bytes; 0 for their itemsize.
     :ivar hands_on: an all-reduce comes first, and leaves its result in memory for what follows.
     :ivar packed: the parts of arrays that are split lie one behind the other where the steps read or write them.
     """
 
     request: Request
-    what: Fingerprint
-    by: str
+    fingerprint: Fingerprint
+    kernels: str
     nbytes: int
     steps: tuple[Step, ...]
-    through: tuple[np.dtype[Any] | None, ...] = (None,)
+    wire_dtypes: tuple[np.dtype[Any] | None, ...] = (None,)
     alignment: int = 0
     hands_on: bool = False
     packed: bool = False
@@ -110,8 +110,8 @@ class Prepared:
         """The launch for addresses that come again."""
         bound = [step.bound(addresses) for step in self.steps]
         if len(bound) == 1:
-            return BoundLaunch(self.what, *bound[0])
-        return BoundLaunch(self.what, _start_all, bound)
+            return BoundLaunch(self.fingerprint, *bound[0])
+        return BoundLaunch(self.fingerprint, _start_all, bound)
 
 
 def _start_all(bound: list[tuple[Start, Any]], stream: Stream) -> None:

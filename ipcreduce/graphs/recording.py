@@ -48,11 +48,11 @@ _NONE, _BEGUN = -1, -2  # in place of a capture's id: no capture; a capture whos
 class RecordedCall:
     """A recorded all-reduce, and the names of the kernels or the library that run it."""
 
-    what: Fingerprint
-    by: str
+    fingerprint: Fingerprint
+    kernels: str
 
     def __str__(self) -> str:
-        return f"{self.what} by {self.by}"
+        return f"{self.fingerprint} by {self.kernels}"
 
 
 class Segment:
@@ -63,13 +63,13 @@ class Segment:
         self.executable: cuda_graph.Executable | None = None  # None: nothing was captured
         self.nodes = cuda_graph.Nodes(0, 0, ())
         text = f"replay of {name}: {len(calls)} calls"
-        every = [call.what for call in calls]
+        every = [call.fingerprint for call in calls]
         checksums = " ".join(
             str(one.crc) for one in every
         )  # no repr(): Ctrl-C in that of a dataclass spoils it for good
-        what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {checksums}")
-        self.what = what.made_by(sum(one.operations for one in every))
-        self.bound = BoundLaunch(self.what, cupy_runtime.launch_graph, 0)
+        fingerprint = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {checksums}")
+        self.fingerprint = fingerprint.made_by(sum(one.operations for one in every))
+        self.bound = BoundLaunch(self.fingerprint, cupy_runtime.launch_graph, 0)
 
     def make_executable(self) -> None:
         """Make the captured graph executable. :raises CaptureError: if that fails."""

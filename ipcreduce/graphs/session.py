@@ -184,7 +184,9 @@ class GraphSession:
             raise error or ArgumentError("the communicator was closed during the recording")
         theirs: Exception | None
         try:
-            theirs = agree(calls, number, [call.what for segment in segments for call in segment.calls], error or stale)
+            theirs = agree(
+                calls, number, [call.fingerprint for segment in segments for call in segment.calls], error or stale
+            )
         except IpcReduceError as shared:
             calls.fail(shared)
             theirs, stale = shared, None
@@ -200,7 +202,7 @@ class GraphSession:
 
     def note(self, prepared: Prepared, *used: Any) -> Prepared:
         """Note an all-reduce of the open recording, which uses these arrays. Returns what is to be launched for it."""
-        call = RecordedCall(prepared.what, prepared.by)
+        call = RecordedCall(prepared.fingerprint, prepared.kernels)
         self.calls.recording.note(call, *used)
         return prepared if self.direct is None else self.direct.noted(prepared, call)
 
@@ -275,7 +277,7 @@ class GraphSession:
             raise GraphStateError("another thread closed the graph while replay() ran. Close it after its last replay")
         assert self.backend is not None
         if segment.calls:
-            self.calls.enter(segment.what, stream)
+            self.calls.enter(segment.fingerprint, stream)
             if segment.validity.ended:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
                 raise GraphStateError(f"{where}: {_STALE}", reach=Reach.ALL)

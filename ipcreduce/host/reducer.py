@@ -77,20 +77,20 @@ class HostReducer:
         :raises IpcReduceError: if the arguments are wrong, or the ranks do not come or differ.
         """
         plain = type(given) is PlainCall and given.sms is None
-        what = self._repeated(*given[:3]) if plain else None
-        if what is not None and self._shared is not None:
-            self._calls.enter(what, DEFAULT_STREAM)
-            return self._through_memory(self._shared, what, *given[:3])
+        fingerprint = self._repeated(*given[:3]) if plain else None
+        if fingerprint is not None and self._shared is not None:
+            self._calls.enter(fingerprint, DEFAULT_STREAM)
+            return self._through_memory(self._shared, fingerprint, *given[:3])
         if type(given) is SplitCall:
             return self._call_split(given)
         used: HostCall = given.for_host()
-        what = used.request.what
-        self._enter(what)
-        result = used.result([self._exchange(what, *part) for part in used.parts()])
+        fingerprint = used.request.fingerprint
+        self._enter(fingerprint)
+        result = used.result([self._exchange(fingerprint, *part) for part in used.parts()])
         if plain and type(given.array) is np.ndarray and len(self._plain) < _MAX_KNOWN:
             array, op = given[:2]
             if type(op) is str and op in OPS and array.dtype in DTYPES:
-                self._plain[array.shape, array.dtype, op] = what
+                self._plain[array.shape, array.dtype, op] = fingerprint
         return result
 
     def _call_split(self, given: SplitCall) -> Any:
@@ -99,24 +99,24 @@ class HostReducer:
             known = self._splits.get((key, array.shape, array.dtype))
             again = None if known is None else known.again(array, given.out)
             if known is not None and again is not None:
-                self._enter(known.what)
-                self._exchange_parts(known.what, again[0])
+                self._enter(known.fingerprint)
+                self._exchange_parts(known.fingerprint, again[0])
                 return again[1]
         used = given.for_host()
-        what = used.request.what
-        self._enter(what)
+        fingerprint = used.request.fingerprint
+        self._enter(fingerprint)
         for one in used.exchanged:
-            self._exchange_parts(what, one.parts)
+            self._exchange_parts(fingerprint, one.parts)
         result, known = used.finish(), CachedSplit.of(given, used)
         if known is not None and len(self._splits) < _MAX_KNOWN:
             self._splits[key, array.shape, array.dtype] = known
         return result
 
-    def _exchange_parts(self, what: Fingerprint, one: SplitParts) -> None:
+    def _exchange_parts(self, fingerprint: Fingerprint, one: SplitParts) -> None:
         calls, shared, mpi = self._calls, self._shared, self._mpi
         if shared is not None:
             check = partial(calls.check_wait, calls.number, clock.now() + calls.timeout)
-            shared.split(one, check, partial(calls.compare, what))
+            shared.split(one, check, partial(calls.compare, fingerprint))
         else:
             assert mpi is not None
             self._over_mpi(partial(mpi.split, one))
@@ -125,27 +125,27 @@ class HostReducer:
         """The fingerprint of a call on contiguous NumPy arrays, if one like it came before: 2 us less to check."""
         if type(array) is not np.ndarray or type(op) is not str or not array.flags.c_contiguous:
             return None
-        what = self._plain.get((array.shape, array.dtype, op))
-        if out is None or what is None:
-            return what
+        fingerprint = self._plain.get((array.shape, array.dtype, op))
+        if out is None or fingerprint is None:
+            return fingerprint
         same = type(out) is np.ndarray and out.shape == array.shape and out.dtype == array.dtype
-        return what if same and out.flags.carray else None  # carray: contiguous, aligned and writable
+        return fingerprint if same and out.flags.carray else None  # carray: contiguous, aligned and writable
 
-    def _enter(self, what: Fingerprint) -> None:
+    def _enter(self, fingerprint: Fingerprint) -> None:
         calls = self._calls
         if self._shared is None and self._mpi is None:
             raise UnsupportedError(
                 f"host arrays need memory that the ranks share, or MPI: {self._reason}, and the group is not MPI's. "
                 "Make the Communicator of one of mpi4py, or pass device arrays"
             )
-        calls.enter(what, DEFAULT_STREAM)
+        calls.enter(fingerprint, DEFAULT_STREAM)
         if self._shared is None:
             calls.gather(calls.number, b"")
-            calls.compare(what)  # all have come: MPI does not compare what it carries
+            calls.compare(fingerprint)  # all have come: MPI does not compare what it carries
 
-    def _exchange(self, what: Fingerprint, array: Array, op: str, out: Array | None) -> Array:
+    def _exchange(self, fingerprint: Fingerprint, array: Array, op: str, out: Array | None) -> Array:
         if self._shared is not None:
-            return self._through_memory(self._shared, what, array, op, out)
+            return self._through_memory(self._shared, fingerprint, array, op, out)
         assert self._mpi is not None
         result = self._over_mpi(partial(self._mpi.allreduce, array, op))
         if out is None:
@@ -154,13 +154,13 @@ class HostReducer:
         return out
 
     def _through_memory(
-        self, shared: SharedReducer, what: Fingerprint, array: Array, op: str, out: Array | None
+        self, shared: SharedReducer, fingerprint: Fingerprint, array: Array, op: str, out: Array | None
     ) -> Array:
         calls = self._calls
         source = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         target = out if out is not None and out.flags.c_contiguous else np.empty(array.shape, array.dtype)
         check = partial(calls.check_wait, calls.number, clock.now() + calls.timeout)
-        shared.allreduce(source, op, target, check, partial(calls.compare, what))
+        shared.allreduce(source, op, target, check, partial(calls.compare, fingerprint))
         if out is None or target is out:
             return target
         out[...] = target

@@ -149,8 +149,8 @@ class IpcBackend(DeviceBackend):
         with using_relaxed(self.context):
             driver.copy_to_host(epoch, self.workspace.address)
         kernels = (int(epoch[0]) - first + 1) % (1 << 32)  # the first without data, and those behind it
-        for call, what in self.page.calls.latest(self.order.launched):
-            kernels -= what.operations
+        for call, fingerprint in self.page.calls.latest(self.order.launched):
+            kernels -= fingerprint.operations
             if kernels <= 0:
                 return min(number, max(call - 1, self.order.right))
         return super().right(number)

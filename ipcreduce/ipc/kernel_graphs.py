@@ -40,7 +40,9 @@ class KernelGraphs:
             ):  # without a graph, the launch still works
                 step.set(addresses)
                 executable = self._graphs[step, addresses] = graph.executable_of(step.launch)
-        return None if executable is None else BoundLaunch(prepared.what, cupy_runtime.launch_graph, executable.handle)
+        if executable is None:
+            return None
+        return BoundLaunch(prepared.fingerprint, cupy_runtime.launch_graph, executable.handle)
 
     def close_actions(self) -> list[Callable[[], None]]:
         """Actions that close the graphs. Their kernels must have run, and must not be unloaded yet."""

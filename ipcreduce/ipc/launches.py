@@ -298,11 +298,12 @@ def _compiled_as(kind: str, expression: Expression | None) -> str:
     return reduced_as(kind) if expression is None else kind
 
 
-def _prepared(request: Request, steps: Sequence[Step], by: Sequence[str] = (), alignment: int = 0) -> Prepared:
-    """``by``: the kernel of each step that exchanges packets."""
+def _prepared(request: Request, steps: Sequence[Step], kernels: Sequence[str] = (), alignment: int = 0) -> Prepared:
+    """``kernels``: that of each step that exchanges packets."""
     return Prepared(
-        request=request, what=request.what.made_by(len(by)), by=", ".join(dict.fromkeys(by)) or "nothing",
-        nbytes=request.nbytes, steps=tuple(steps), through=(None,) * len(request.members), alignment=alignment,
+        request=request, fingerprint=request.fingerprint.made_by(len(kernels)),
+        kernels=", ".join(dict.fromkeys(kernels)) or "nothing", nbytes=request.nbytes, steps=tuple(steps),
+        wire_dtypes=(None,) * len(request.members), alignment=alignment,
     )  # fmt: skip
 
 

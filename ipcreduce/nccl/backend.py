@@ -123,8 +123,8 @@ class NcclBackend(DeviceBackend):
             make(argument, stream)
 
         return Prepared(
-            request=request, what=request.what, by=self.name, nbytes=request.nbytes, steps=(OwnStep(start, bind),),
-            through=tuple(wider), packed=splits.packs(request, self.n),
+            request=request, fingerprint=request.fingerprint, kernels=self.name, nbytes=request.nbytes,
+            steps=(OwnStep(start, bind),), wire_dtypes=tuple(wider), packed=splits.packs(request, self.n),
         )  # fmt: skip
 
     def _bound(self, part: _Part, addresses: Sequence[int]) -> tuple[Start, Any]:

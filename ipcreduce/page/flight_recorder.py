@@ -47,7 +47,7 @@ class FlightRecorder:
         self.restarts = 0  # of our table of texts
         self.first = 1  # calls from here on are numbered without gaps: a resynchronisation leaves one
 
-    def enter(self, call: int, what: Fingerprint) -> int | None:
+    def enter(self, call: int, fingerprint: Fingerprint) -> int | None:
         """Record a call and compare it with the same call of every rank that has come.
 
         A rank that comes later compares with this one. ``FastPath.make`` does the same within one function.
@@ -55,34 +55,35 @@ class FlightRecorder:
         :returns: a rank whose call differs, or None.
         """
         slot = call % RING
-        if self.recorded[slot] is not what:  # else it is there from RING calls ago
-            self.write(slot, what)
+        if self.recorded[slot] is not fingerprint:  # else it is there from RING calls ago
+            self.write(slot, fingerprint)
         self.number[0] = call
-        return self.compare(call, what)
+        return self.compare(call, fingerprint)
 
-    def compare(self, call: int, what: Fingerprint) -> int | None:
+    def compare(self, call: int, fingerprint: Fingerprint) -> int | None:
         """A rank that has come to this call, which this rank has entered, and made another one; None if none has."""
-        return None if self.slots[call % RING] == self.agreed[what.crc] else self.differing(call)
+        return None if self.slots[call % RING] == self.agreed[fingerprint.crc] else self.differing(call)
 
-    def write(self, slot: int, what: Fingerprint) -> None:
+    def write(self, slot: int, fingerprint: Fingerprint) -> None:
         """Write a call's key into a slot: before its number."""
-        if what.crc not in self.agreed:
-            self._publish(what)
+        if fingerprint.crc not in self.agreed:
+            self._publish(fingerprint)
         self.recorded[slot] = None  # if we are interrupted here
-        self._keys[slot * self._n + self._rank] = what.crc
+        self._keys[slot * self._n + self._rank] = fingerprint.crc
         if self.slots[slot] is None:
             self.slots[slot] = self._keys[slot * self._n : (slot + 1) * self._n]
-        self.recorded[slot] = what
+        self.recorded[slot] = fingerprint
 
-    def _publish(self, what: Fingerprint) -> None:
+    def _publish(self, fingerprint: Fingerprint) -> None:
         if len(self.agreed) == TEXTS:  # the table begins anew: keys that come again are published again
             self.recorded[:] = [None] * RING
             self.restarts += 1
             self.agreed.clear()
         entry = self._texts[self._rank, len(self.agreed)]
         entry["key"] = 0  # while it has another one's text
-        entry["text"], entry["key"] = encoded(what.text, TEXT_BYTES), what.crc
-        self.agreed[what.crc] = memoryview(what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n).cast("I")
+        entry["text"], entry["key"] = encoded(fingerprint.text, TEXT_BYTES), fingerprint.crc
+        keys = fingerprint.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
+        self.agreed[fingerprint.crc] = memoryview(keys).cast("I")
 
     def differing(self, call: int) -> int | None:
         """A rank whose call of this number, which this rank has entered, is another one; None if none has so far."""
@@ -153,9 +154,9 @@ class FlightRecorder:
     def latest(self, call: int) -> Iterator[tuple[int, Fingerprint]]:
         """This rank's calls and their numbers, from ``call`` backwards, as far as the ring has them."""
         for number in range(call, max(self.first, self.number[0] - RING + 2) - 1, -1):
-            what = self.recorded[number % RING]
-            if what is not None:
-                yield number, what
+            fingerprint = self.recorded[number % RING]
+            if fingerprint is not None:
+                yield number, fingerprint
 
     # ---- for people
     def call_of(self, rank: int) -> int:

@@ -8,4 +8,4 @@ from ipcreduce.page.fingerprint import Fingerprint
 
 def of_allreduce(shape: tuple[int, ...], kind: str, op: str) -> Fingerprint:
     """The fingerprint of an all-reduce of one array on the device."""
-    return plain(shape, kind, op).what
+    return plain(shape, kind, op).fingerprint

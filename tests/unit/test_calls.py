@@ -96,9 +96,9 @@ class Rank:
         self.page, self.backend = page, Backend()
         self.calls = CallSequence(page, timeout, [self.backend])
 
-    def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
+    def call(self, fingerprint: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
-        call_lock.make(self.calls, self.calls.enter, what, stream)
+        call_lock.make(self.calls, self.calls.enter, fingerprint, stream)
         return self.calls.number
 
     def refuse(self, error: BaseException | None = None) -> BaseException:
@@ -262,7 +262,7 @@ def test_the_fast_path_sees_another_call(sharing: list[Rank], monkeypatch: pytes
     launched: list[Any] = []
     bound = BoundLaunch(Fingerprint.of("a replay"), lambda *given: launched.append(given), 9)
     with pytest.raises(RankMismatchError, match="a replay on rank 0 and another replay on rank 1"):
-        fast_path_of(sharing[0]).make(bound, lambda *_: sharing[0].calls.enter(bound.what, 0))
+        fast_path_of(sharing[0]).make(bound, lambda *_: sharing[0].calls.enter(bound.fingerprint, 0))
     assert not launched
 
 

@@ -118,7 +118,7 @@ def test_ranks_write_side_by_side_and_nowhere_else(n: int):
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
+    ("fingerprint", "text"),
     [
         (SUM, "sum of float32 (10,)"),
         (of_allreduce((), "bfloat16", "avg"), "avg of bfloat16 ()"),
@@ -126,9 +126,9 @@ def test_ranks_write_side_by_side_and_nowhere_else(n: int):
         (ON_HOST, "sum of float32 (10,) on the host"),
     ],
 )
-def test_described_alike_here_and_there(ranks: list[FlightRecorder], what: Fingerprint, text: str):
-    assert str(what) == text
-    ranks[0].enter(1, what)
+def test_described_alike_here_and_there(ranks: list[FlightRecorder], fingerprint: Fingerprint, text: str):
+    assert str(fingerprint) == text
+    ranks[0].enter(1, fingerprint)
     assert ranks[1].describe(0, 1) == text
 
 
@@ -154,9 +154,9 @@ def test_more_calls_than_the_table_has_texts():
     ahead, behind = recorders(2)
     many = [of_allreduce((count,), "int8", "sum") for count in range(flight_recorder.TEXTS + 10)]
     calls = [*enumerate(many, 1), (1 + RING, many[0]), (2 + RING, many[-1]), (3 + RING, many[500])]
-    for call, what in calls:
-        ahead.enter(call, what)
-        assert behind.describe(0, call) == str(what)
+    for call, fingerprint in calls:
+        ahead.enter(call, fingerprint)
+        assert behind.describe(0, call) == str(fingerprint)
 
 
 def test_a_text_that_has_gone():
@@ -172,9 +172,9 @@ def test_a_slot_is_written_before_its_number_and_compared_behind_it(
     """So that of two ranks the later one sees the other's key with the number, and does look."""
     seen = []
 
-    def write(self: FlightRecorder, slot: int, what: Fingerprint, before: Any = FlightRecorder.write) -> None:
+    def write(self: FlightRecorder, slot: int, fingerprint: Fingerprint, before: Any = FlightRecorder.write) -> None:
         seen.append(("write", self.number[0]))
-        before(self, slot, what)
+        before(self, slot, fingerprint)
 
     def differing(self: FlightRecorder, call: int) -> None:
         seen.append(("look", self.number[0]))

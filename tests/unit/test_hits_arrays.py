@@ -109,13 +109,13 @@ class Calls:
 
     def _bind(self, prepared: Prepared, places: Places) -> BoundLaunch:
         self.made += 1
-        return BoundLaunch(prepared.what, self._start, places)
+        return BoundLaunch(prepared.fingerprint, self._start, places)
 
     def insert(self, arrays: Sequence[Any]) -> None:
         request: Any = len(arrays)
         prepared = Prepared(
-            request=request, what=request, by="", nbytes=sum(one.nbytes for one in arrays),
-            steps=(OwnStep(self._start),), through=(None,) * len(arrays),
+            request=request, fingerprint=request, kernels="", nbytes=sum(one.nbytes for one in arrays),
+            steps=(OwnStep(self._start),), wire_dtypes=(None,) * len(arrays),
         )  # fmt: skip
         self.cache.insert_form(ListCall(arrays, "sum", None), None, prepared)
 

@@ -38,7 +38,7 @@ def test_the_parts_are_those_of_a_checked_call(collective: str, dtype: str):
         used = given.for_host()
         calls = CachedSplit.of(given, used)
         assert calls is not None
-        assert calls.what == used.request.what
+        assert calls.fingerprint == used.request.fingerprint
         for result in (target, None):
             found, given_back = calls.again(array, result)  # type: ignore[misc]
             due: SplitParts = used.arrays[0].parts

@@ -68,7 +68,7 @@ class Calls:
 
     def _bind(self, prepared: Prepared, addresses: MapAddresses) -> BoundLaunch:
         self.made.append(addresses[:3])
-        return BoundLaunch(prepared.what, print, addresses)
+        return BoundLaunch(prepared.fingerprint, print, addresses)
 
     def insert(self, x: Array, out: Any, then: Map, first: Any = None, op: str = "sum") -> None:
         operands = []
@@ -79,8 +79,9 @@ class Calls:
                 operands.append(Operand(name, maps._number(name, value, x.dtype.name).dtype.name, "scalar"))
         expression = Expression(then.expression, tuple(operands))
         prepared = Prepared(
-            request=Request(op, (Member(x.shape, x.dtype.name),), expression), what=WHAT, by="", nbytes=x.nbytes,
-            steps=(OwnStep(print),), through=(None if first is None else first.through,), hands_on=first is not None,
+            request=Request(op, (Member(x.shape, x.dtype.name),), expression), fingerprint=WHAT, kernels="",
+            nbytes=x.nbytes, steps=(OwnStep(print),), wire_dtypes=(None if first is None else first.wire_dtype,),
+            hands_on=first is not None,
         )  # fmt: skip
         self.cache.insert_form(MapCall(x, op, out, then), None, prepared)
 
@@ -209,10 +210,10 @@ def test_memory_that_is_shared(calls: Calls):
 
 def test_behind_an_all_reduce_of_its_own(calls: Calls):
     """The second kernel reads the operands when the first one has written the output."""
-    calls.insert(X, OUT, then(a=Array(0x8000)), first=SimpleNamespace(through=None))
+    calls.insert(X, OUT, then(a=Array(0x8000)), first=SimpleNamespace(wire_dtype=None))
     assert calls.lookup(X, OUT, then(a=X))[0]
     assert calls.lookup(X, OUT, then(a=OUT)) == MISS
-    calls.insert(X, OUT, then(text="v"), first=SimpleNamespace(through=np.dtype(np.int32)))
+    calls.insert(X, OUT, then(text="v"), first=SimpleNamespace(wire_dtype=np.dtype(np.int32)))
     assert calls.lookup(X, OUT, then(text="v")) == MISS
 
 

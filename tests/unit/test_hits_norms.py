@@ -66,7 +66,7 @@ class Calls:
     def _bind(self, prepared: Prepared, addresses: NormAddresses) -> BoundLaunch:
         self.log.append(("made", "kept"))
         return BoundLaunch(
-            prepared.what, lambda argument, stream: self.log.append(("kept", argument, stream)), addresses
+            prepared.fingerprint, lambda argument, stream: self.log.append(("kept", argument, stream)), addresses
         )
 
     def insert(self, given: tuple[Any, ...], alignment: int = 16, plain: Any = None) -> None:
@@ -75,8 +75,8 @@ class Calls:
         shape = NormShape(4, 256, "bfloat16", 1e-6, 0.0, True, scales=scales, keeps_y=not scales)
         request, start = with_norm(FORM, shape), lambda addresses, stream: self.log.append(("once", addresses, stream))
         prepared = Prepared(
-            request=request, what=request.what, by="", nbytes=NBYTES, steps=(OwnStep(start),), alignment=alignment,
-            hands_on=plain is not None,
+            request=request, fingerprint=request.fingerprint, kernels="", nbytes=NBYTES, steps=(OwnStep(start),),
+            alignment=alignment, hands_on=plain is not None,
         )  # fmt: skip
         result: Any = Array(64), Array(64)
         if scales:

@@ -33,10 +33,10 @@ class Calls:
         monkeypatch.setattr(launch_cache, "cupy_runtime", self.library)
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
         lists: Any = None
-        cache = LaunchCache(0, order, lambda prepared, addresses: BoundLaunch(prepared.what, print, addresses))
+        cache = LaunchCache(0, order, lambda one, at: BoundLaunch(one.fingerprint, print, at))
         self.plain = cache.kinds[PlainCall] = hits.PlainHits(cache, lists)
         of = request.plain(X.shape, "float16", "sum")
-        prepared = Prepared(request=of, what=of.what, by="", nbytes=NBYTES, steps=(OwnStep(print),))
+        prepared = Prepared(request=of, fingerprint=of.fingerprint, kernels="", nbytes=NBYTES, steps=(OwnStep(print),))
         cache.insert_form(PlainCall(X, "sum", OUT), None, prepared)
 
     def lookup(self, x: Any, out: Any, stream: Any = None) -> Any:
@@ -62,11 +62,11 @@ def test_memory_that_is_shared_or_misaligned(calls: Calls):
 def test_calls_with_a_limit_of_blocks_are_others(calls: Calls):
     assert calls.plain.lookup(X, Limited("sum", 3), OUT, None) == MISS
     of = request.plain(X.shape, "float16", "sum", sms=3)
-    prepared = Prepared(request=of, what=of.what, by="", nbytes=NBYTES, steps=(OwnStep(print),))
+    prepared = Prepared(request=of, fingerprint=of.fingerprint, kernels="", nbytes=NBYTES, steps=(OwnStep(print),))
     calls.plain._cache.insert_form(PlainCall(X, "sum", OUT, 3), None, prepared)
     for _ in range(3):
-        assert calls.plain.lookup(X, Limited("sum", 3), OUT, None)[0].what is of.what
-        assert calls.lookup(X, OUT)[0].what is not of.what
+        assert calls.plain.lookup(X, Limited("sum", 3), OUT, None)[0].fingerprint is of.fingerprint
+        assert calls.lookup(X, OUT)[0].fingerprint is not of.fingerprint
     assert calls.plain.lookup(X, Limited("sum", 4), OUT, None) == MISS
     assert calls.plain.lookup(X, ("sum", 3), OUT, None) == MISS, "a caller's op"
 

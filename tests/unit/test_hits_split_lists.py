@@ -37,7 +37,7 @@ class Calls:
 
     def __init__(self, collective: str, axis: int = 0, parts: list[tuple[Shape, str]] | None = None) -> None:
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
-        self.cache = LaunchCache(0, order, lambda prepared, places: BoundLaunch(prepared.what, print, places))
+        self.cache = LaunchCache(0, order, lambda prepared, places: BoundLaunch(prepared.fingerprint, print, places))
         self.lists = ListHits(self.cache)
         self.hits = self.cache.kinds[SplitCall] = hits.SplitHits(self.cache, self.lists, RANK, N)
         self.collective, self.parts = collective, PARTS if parts is None else parts
@@ -69,8 +69,8 @@ class Calls:
         split = Split(self.collective, self.key[2], root=0)
         request = Request(self.op or "", tuple(members), is_list=True, split=split)
         prepared = Prepared(
-            request=request, what=request.what, by="", nbytes=request.nbytes, steps=(OwnStep(print),),
-            through=(None,) * len(members),
+            request=request, fingerprint=request.fingerprint, kernels="", nbytes=request.nbytes,
+            steps=(OwnStep(print),), wire_dtypes=(None,) * len(members),
         )  # fmt: skip
         self.cache.insert_form(SplitCall(arrays, out, self.key, RANK, N), out, prepared)
 

@@ -44,7 +44,7 @@ class Calls:
         for module in (launch_cache, hits):
             monkeypatch.setattr(module, "cupy_runtime", self.library)
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
-        self.cache = LaunchCache(0, order, lambda prepared, addresses: BoundLaunch(prepared.what, print, addresses))
+        self.cache = LaunchCache(0, order, lambda one, at: BoundLaunch(one.fingerprint, print, at))
         self.hits = self.cache.kinds[SplitCall] = hits.SplitHits(self.cache, ListHits(self.cache), RANK, N)
         self.shapes = SHAPES[collective]
         if axis:
@@ -56,8 +56,9 @@ class Calls:
         member: Any = Member(whole, "float16") if self.op else Moved(whole, "float16", 2)
         request = Request(self.op or "", (member,), split=Split(collective, axis, root=0))
         prepared = Prepared(
-            request=request, what=request.what, by="", nbytes=NBYTES, steps=(OwnStep(print),), through=(None,)
-        )
+            request=request, fingerprint=request.fingerprint, kernels="", nbytes=NBYTES, steps=(OwnStep(print),),
+            wire_dtypes=(None,),
+        )  # fmt: skip
         self.cache.insert_form(self.given(x, out), out or x, prepared)
 
     def given(self, x: Any, out: Any) -> SplitCall:
@@ -183,6 +184,7 @@ def test_what_is_not_inserted(monkeypatch: pytest.MonkeyPatch):
     request = Request("", (Moved(WHOLE, "float16", 2),), split=Split(GATHER))
     for change in ({"nbytes": 0}, {"packed": True}):
         prepared = Prepared(**{
-            "request": request, "what": request.what, "by": "", "nbytes": NBYTES, "steps": (), "through": (None,)
+            "request": request, "fingerprint": request.fingerprint, "kernels": "", "nbytes": NBYTES, "steps": (),
+            "wire_dtypes": (None,),
         } | change)  # fmt: skip
         assert calls.hits.form_of(given, out, prepared) is None

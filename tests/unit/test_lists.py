@@ -114,7 +114,7 @@ def test_a_list_is_launched_by_its_parts(sizes: list[int], most_packets: int):
         steps.append(lists.step(one, launch, len(sizes)))
         planned.append(one)
     nothing: Any = None
-    prepared = Prepared(request=nothing, what=nothing, by="", nbytes=sum(sizes), steps=tuple(steps))
+    prepared = Prepared(request=nothing, fingerprint=nothing, kernels="", nbytes=sum(sizes), steps=tuple(steps))
     places = addresses_of(sources), addresses_of(targets)
     prepared.start(places, Stream(5))
     assert [one for one, _, _ in launched] == planned
@@ -146,7 +146,7 @@ def test_what_the_ranks_compare():
     ]  # fmt: skip
 
     def checksum(members: Any, op: str) -> int:
-        return Request(op, tuple(Member(*member) for member in members), is_list=True).what.crc
+        return Request(op, tuple(Member(*member) for member in members), is_list=True).fingerprint.crc
 
     fingerprints = {checksum(members, op) for members, op in [(one, "sum"), *others]}
     assert len(fingerprints) == 1 + len(others)

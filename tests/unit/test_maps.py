@@ -137,7 +137,7 @@ def test_shapes(subtests: pytest.Subtests):
 # ---- what the ranks compare
 def of_map(shape: tuple[int, ...], kind: str, op: str, expression: Expression) -> Fingerprint:
     """The fingerprint of a call with an expression."""
-    return Request(op, (Member(shape, kind),), expression).what
+    return Request(op, (Member(shape, kind),), expression).fingerprint
 
 
 def test_what_the_ranks_compare():

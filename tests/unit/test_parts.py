@@ -178,8 +178,8 @@ def test_what_the_ranks_compare():
         Request("sum", (member, member), is_list=True), Request("max", (member, member), is_list=True),
         Request("sum", (member, other), is_list=True),
     ]  # fmt: skip
-    assert len({call.what for call in calls}) == len({call.what.text for call in calls}) == len(calls)
-    assert calls[8].what.text == "reduce-scatter by sum of int8 (6, 4), axis 0, no sizes="
+    assert len({call.fingerprint for call in calls}) == len({call.fingerprint.text for call in calls}) == len(calls)
+    assert calls[8].fingerprint.text == "reduce-scatter by sum of int8 (6, 4), axis 0, no sizes="
 
 
 # ---- the shape of a launch

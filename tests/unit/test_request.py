@@ -27,7 +27,7 @@ def test_what_the_ranks_compare():
         *(Request("sum", (Member(FORM, "float32"),), Expression(text, ())) for text in ("v", "v ")),
     ]  # fmt: skip
     calls += [one._replace(on_host=True) for one in calls]
-    assert len({*calls}) == len({one.what.crc for one in calls}) == len(calls)
+    assert len({*calls}) == len({one.fingerprint.crc for one in calls}) == len(calls)
     assert plain(FORM, "float32", "sum") == calls[4].without_epilogue() == calls[7].without_epilogue() == calls[0]
 
 
@@ -38,7 +38,7 @@ def test_how_numpy_prints_numbers_is_no_part_of_a_call():
     for legacy in (False, "1.13"):
         request._in_words.cache_clear()
         with np.printoptions(legacy=legacy):  # type: ignore[arg-type]
-            found.append([with_norm(FORM, one).what for one in norms])
+            found.append([with_norm(FORM, one).fingerprint for one in norms])
     assert found[0] == found[1]
     assert found[0][0].crc != found[0][1].crc
 
@@ -49,13 +49,13 @@ def test_no_checksum_is_made_of_a_repr(monkeypatch: pytest.MonkeyPatch):
     def interrupted(_: object) -> str:
         return "..."
 
-    call = recording.RecordedCall(plain(FORM, "float32", "sum").what, "one_shot")
+    call = recording.RecordedCall(plain(FORM, "float32", "sum").fingerprint, "one_shot")
     tables = tuning.Tables(plan.checked_table([plan.Choice(1 << 33, "two_shot", 256, 264, 4)], 4))
 
     def checksums() -> list[int]:
-        return [recording.Segment(0, [call], "a graph", Validity()).what.crc, tuning.checksum(tables)]
+        return [recording.Segment(0, [call], "a graph", Validity()).fingerprint.crc, tuning.checksum(tables)]
 
     before = checksums()
-    for kind in (type(call.what), recording.RecordedCall, plan.Choice):
+    for kind in (type(call.fingerprint), recording.RecordedCall, plan.Choice):
         monkeypatch.setattr(kind, "__repr__", interrupted)
     assert checksums() == before

@@ -399,8 +399,8 @@ def test_what_the_ranks_compare():
         NormShape(6, 256, "bfloat16", 1e-6, 0.0, True, "group", True),
         NormShape(6, 256, "bfloat16", 1e-6, 0.0, True, "group", False, False),
     ]
-    found = [with_norm(of, usual).what for of in ((6, 256), (2, 3, 256), (3, 2, 256))]
-    found += [with_norm((6, 256), other).what for other in others]
-    found.append(with_norm((6, 256), usual, on_host=True).what)
+    found = [with_norm(of, usual).fingerprint for of in ((6, 256), (2, 3, 256), (3, 2, 256))]
+    found += [with_norm((6, 256), other).fingerprint for other in others]
+    found.append(with_norm((6, 256), usual, on_host=True).fingerprint)
     different = [found[0]] + [one for one in found[1:] if one.crc != found[0].crc]
     assert len({one.crc for one in found}) == len(different) == len(found) - 1, "eps is compared as float32"

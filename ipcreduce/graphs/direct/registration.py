@@ -301,7 +301,7 @@ class DirectGraphs:
         self._confirm(number, error, "switching graphs to the direct kernel", *close, self.mappings.unmap_unused)
         for one, _, _ in chosen:
             one.launched.part = one.direct
-            one.call.by = ", ".join(dict.fromkeys(each.part.algorithm for each in self.launched[one.call]))
+            one.call.kernels = ", ".join(dict.fromkeys(each.part.algorithm for each in self.launched[one.call]))
         for resources in dict.fromkeys(one.resources for one, _, _ in chosen):
             own = [(one.segment, keys) for one, _, keys in chosen if one.resources is resources]
             keys = frozenset(key for _, used in own for key in used)

@@ -894,7 +894,7 @@ def tuned_norms() -> None:
         assert "plan: tuned for RMSNorm of hidden size 64" in comm.describe()
         case = Case((3, 64))
         case.check(case.call(comm))
-        assert [one.by for one in comm._state.backend._prepared.values()] == ["fused_two_shot"]
+        assert [one.kernels for one in comm._state.backend._prepared.values()] == ["fused_two_shot"]
         launched = mock.Mock(wraps=comm._state.backend.launches.fused)
         with mock.patch.object(comm._state.backend.launches, "fused", launched):
             table = tune_norms.measure(comm, [256], 1, WORLD)

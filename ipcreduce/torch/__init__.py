@@ -23,8 +23,8 @@ RMSNorm have derivatives: see :mod:`ipcreduce.torch.sums` and :mod:`ipcreduce.to
 
 from __future__ import annotations
 
+from .ddp import ddp_hook
 from .fsdp import FSDPAllGather, FSDPReduceScatter
-from .gradients import ddp_hook
 from .names import register
 from .norms import (
     all_reduce_rmsnorm,

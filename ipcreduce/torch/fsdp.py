@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..buckets import GroupCheck
 from ..communicator import Communicator
 from ..dtypes import op_name
 from ..errors import ArgumentError
 from ..options import checked_sms
+from .ddp import GroupCheck
 from .names import check_is_communicator
 
 
@@ -28,7 +28,7 @@ class _Comm:
     def __init__(self, comm: Communicator, sms: int | None = 16) -> None:
         """:raises ArgumentError: if ``comm`` is no Communicator, or ``sms`` no int from 1 on."""
         check_is_communicator(comm, f"{type(self).__name__}(comm)")
-        self._comm, self._group = comm, GroupCheck(comm, torch)
+        self._comm, self._group = comm, GroupCheck(comm)
         self._sms = None if sms is None else checked_sms(sms)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

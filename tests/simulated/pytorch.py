@@ -7,11 +7,13 @@ there. So a missing ``record_stream``, or a call on a wrong stream, gives wrong 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
+import ipcreduce
 from ipcreduce.dtypes import DTYPES
 from tests.simulated import machine_streams
 
@@ -425,3 +428,11 @@ def imported() -> Iterator[None]:
         yield
     _state.imported = False
     _pool.clear()
+
+
+def module_of_ipcreduce(name: str) -> Any:
+    """``ipcreduce.torch.NAME`` over this PyTorch. The package itself imports operators, which this does not have."""
+    package = ModuleType("ipcreduce.torch")
+    package.__path__ = [str(Path(ipcreduce.__file__).with_name("torch"))]
+    with mock.patch.dict(sys.modules, {"torch": sys.modules[__name__], "ipcreduce.torch": package}):
+        return importlib.import_module(f"ipcreduce.torch.{name}")

@@ -45,12 +45,11 @@ LAYERS = (
         "ipcreduce.cli",
         "ipcreduce.__main__",
         "ipcreduce.bench",
-        "ipcreduce.buckets",
         "ipcreduce.torch",
         "ipcreduce.serving",
     ),
 )
-_OF_TORCH = {f"ipcreduce.torch.{name}" for name in ("dispatch", "fsdp", "gradients", "norms", "splits", "sums")}
+_OF_TORCH = {f"ipcreduce.torch.{name}" for name in ("ddp", "dispatch", "fsdp", "norms", "splits", "sums")}
 LONGEST = 400
 LONGEST_FUNCTION = 60
 # Names and words that only graphs/direct may use.

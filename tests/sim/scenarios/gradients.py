@@ -10,13 +10,13 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, buckets, errors
-from ipcreduce.buckets import Buckets
+from ipcreduce import Communicator, errors
 from tests.sim.scenarios import WORLD
 from tests.sim.scenarios.common import LAST, RANK, SIZE, TOTAL, delay, raises, works
 from tests.simulated import pytorch as torch
 from tests.simulated.pytorch import BackwardPass, GradBucket, Tensor
 
+ddp = torch.module_of_ipcreduce("ddp")
 COUNT = 1000
 Hook = Any
 
@@ -27,10 +27,10 @@ def hooked() -> Iterator[tuple[Communicator, Hook]]:
     world = torch.ProcessGroup(RANK, [*range(SIZE)])
     with (
         Communicator() as comm, torch.imported(), mock.patch.object(torch.distributed.group, "WORLD", world),
-        mock.patch.object(buckets, "_LONG", 4 * COUNT),
+        mock.patch.object(ddp, "_LONG", 4 * COUNT),
     ):  # fmt: skip
         works(comm)
-        hook = Buckets(comm, torch, 8)
+        hook = ddp.Buckets(comm, 8)
         with BackwardPass():
             averaged(hook.average(None, bucket_of(RANK + 1)))
         yield comm, hook

@@ -3,26 +3,30 @@
     PyTorch's stream     gradients of bucket 0 | of bucket 1     | of bucket 2     |            | the optimizer
     the hook's stream                          | all-reduce of 0 | all-reduce of 1 | ... of 2   |
 
-``ipcreduce.torch.ddp_hook`` makes a hook of this. The module itself imports no PyTorch: it is given it.
+:func:`ddp_hook` makes a hook of this.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import torch
 
-from .calls import call_lock
-from .communicator import Communicator
-from .errors import ArgumentError, Reach, report
-from .graphs.session import session_of
-from .page.fingerprint import Fingerprint
-from .page.records import rows
-from .texts import kind_of
-from .types import DEFAULT_STREAM
+from ..calls import call_lock
+from ..communicator import Communicator
+from ..errors import ArgumentError, Reach, report
+from ..graphs.session import session_of
+from ..options import checked_sms
+from ..page.fingerprint import Fingerprint
+from ..page.records import rows
+from ..texts import kind_of
+from ..types import DEFAULT_STREAM
+from .names import check_is_communicator
 
 _LONG = 4 << 20  # bytes of a bucket from which on its all-reduce has a limit of blocks
 _COMPARISON = Fingerprint.of("comparison of the model's process group with the communicator")
@@ -34,16 +38,13 @@ _REMEDY = (
 
 
 class Buckets:
-    """The buckets of one model on this rank.
+    """The buckets of one model on this rank."""
 
-    :param torch: the module torch, or what stands for it.
-    """
-
-    def __init__(self, comm: Communicator, torch: Any, sms: int | None) -> None:
+    def __init__(self, comm: Communicator, sms: int | None) -> None:
         """``sms``: of the calls on long buckets: see :meth:`Communicator.allreduce`."""
-        self._comm, self._torch, self._sms = comm, torch, sms
+        self._comm, self._sms = comm, sms
         self._calls = session_of(comm).calls
-        self._group = GroupCheck(comm, torch)
+        self._group = GroupCheck(comm)
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
         self._unfinished: Any = None  # tells the peers if the backward pass ends by an exception
 
@@ -59,7 +60,7 @@ class Buckets:
         :raises ArgumentError: on every rank, if the processes of the group are not the ranks in their order.
         :raises IpcReduceError: see :meth:`Communicator.allreduce`.
         """
-        torch, begun = self._torch, False
+        begun = False
         try:
             if bucket.index() == 0:
                 self._watch_this_pass()
@@ -87,7 +88,7 @@ class Buckets:
 
     def _stream_beside(self, tensor: Any) -> Any:
         """The stream of the all-reduces, behind the present work on the current stream, with the tensor's memory."""
-        cuda = self._torch.cuda
+        cuda = torch.cuda
         if self._stream is None:  # of high priority, so that the all-reduces start between the backward pass's kernels
             self._stream = cuda.Stream(tensor.device, priority=-1)
         self._stream.wait_stream(cuda.current_stream(tensor.device))
@@ -108,7 +109,7 @@ class Buckets:
         unfinished.atexit = False
         self._unfinished = unfinished
         with suppress(RuntimeError):  # in DistributedDataParallel.join() there is no backward pass
-            self._torch.autograd.Variable._execution_engine.queue_callback(finished)
+            torch.autograd.Variable._execution_engine.queue_callback(finished)
             return
         unfinished.detach()
 
@@ -118,13 +119,10 @@ class Buckets:
 
 
 class GroupCheck:
-    """The comparison of process groups with a communicator.
+    """The comparison of process groups with a communicator."""
 
-    :param torch: the module torch, or what stands for it.
-    """
-
-    def __init__(self, comm: Communicator, torch: Any) -> None:
-        self._calls, self._torch = session_of(comm).calls, torch
+    def __init__(self, comm: Communicator) -> None:
+        self._calls = session_of(comm).calls
         self._group: Any = None  # the one that has been compared
 
     def compare_once(self, group: Any) -> None:
@@ -137,7 +135,7 @@ class GroupCheck:
             self._group = group
 
     def _compare(self, group: Any) -> None:
-        distributed, calls, number = self._torch.distributed, self._calls, self._calls.number
+        distributed, calls, number = torch.distributed, self._calls, self._calls.number
         if not isinstance(group, distributed.ProcessGroup):
             raise ArgumentError(
                 f"the hook's state is {kind_of(group)}. Pass None for PyTorch's default group, or the "
@@ -161,3 +159,35 @@ class GroupCheck:
         if differing:
             happened = f"the model's process group is not the communicator's ranks: {'; '.join(differing)}"
             raise ArgumentError(report(calls.rank, number, happened, _REMEDY), reach=Reach.ALL)
+
+
+def ddp_hook(comm: Communicator, sms: int | None = 8) -> Callable[[Any, Any], Any]:
+    """A communication hook for ``DistributedDataParallel`` that averages the gradients over the ranks.
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, ipcreduce.torch.ddp_hook(comm))
+
+    Each model needs a hook of its own. The average has the same bits on every rank: those of ``comm.allreduce(bucket,
+    "mean")``. On the GPU the all-reduces run on a stream of their own, beside the rest of the backward pass. With
+    tensors on the host each is done before the backward pass goes on.
+
+    The hook's state is the model's process group, or None for the default group. In the first backward pass the ranks
+    compare it with the communicator.
+
+    ``backward()`` then raises the errors of :meth:`Communicator.allreduce`, and ArgumentError on every rank if the
+    processes of the group are not the communicator's ranks, in their order. If ``backward()`` raises on one rank, the
+    others get PeerFailedError. DistributedDataParallel cannot go on with that model: wrap it again, on every rank.
+
+    :param sms: the most blocks of an all-reduce of 4 MB or more, which then leaves most multiprocessors to the backward
+        pass; the same on every rank. None: as many as are fastest alone. See :meth:`Communicator.allreduce`.
+    :raises ArgumentError: if ``comm`` is no Communicator, or ``sms`` no int from 1 on.
+    """
+    check_is_communicator(comm, "ddp_hook(comm)")
+    buckets = Buckets(comm, None if sms is None else checked_sms(sms))
+
+    def hook(state: Any, bucket: Any) -> Any:
+        return buckets.average(state, bucket)
+
+    hook.__annotations__.clear()  # PyTorch checks them, and takes none or its own classes, not their names
+    hook.__qualname__ = "ipcreduce.torch.ddp_hook"  # for PyTorch's log
+    return hook

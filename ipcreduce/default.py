@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -80,91 +80,43 @@ def _make_default(array: Any) -> Communicator:
 
 @overload
 def allreduce(
-    array: NumpyNumber,
-    op: Op = ...,
-    *,
-    out: None = ...,
-    then: Map | None = ...,
-    sms: int | None = ...,
-    comm: Communicator | None = ...,
-    stream: Any = ...,
-) -> NumpyNumber: ...
+    array: NumpyNumber, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
+    comm: Communicator | None = ..., stream: Any = ...,
+) -> NumpyNumber: ...  # fmt: skip
 @overload
 def allreduce(
-    array: Number,
-    op: Op = ...,
-    *,
-    out: None = ...,
-    then: Map | None = ...,
-    sms: int | None = ...,
-    comm: Communicator | None = ...,
-    stream: Any = ...,
-) -> Number: ...
+    array: Number, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
+    comm: Communicator | None = ..., stream: Any = ...,
+) -> Number: ...  # fmt: skip
 @overload
 def allreduce(
-    array: list[Any] | tuple[Any, ...],
-    op: Op = ...,
-    *,
-    out: None = ...,
-    then: None = ...,
-    sms: int | None = ...,
-    comm: Communicator | None = ...,
-    stream: Any = ...,
-) -> list[Any]: ...
+    array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., then: None = ..., sms: int | None = ...,
+    comm: Communicator | None = ..., stream: Any = ...,
+) -> list[Any]: ...  # fmt: skip
 @overload
 def allreduce(
-    array: list[Any] | tuple[Any, ...],
-    op: Op = ...,
-    *,
-    out: OutList,
-    then: None = ...,
-    sms: int | None = ...,
-    comm: Communicator | None = ...,
-    stream: Any = ...,
-) -> OutList: ...
+    array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, then: None = ..., sms: int | None = ...,
+    comm: Communicator | None = ..., stream: Any = ...,
+) -> OutList: ...  # fmt: skip
 @overload
 def allreduce(
-    array: np.ndarray[Shape, DType],
-    op: Op = ...,
-    *,
-    out: None = ...,
-    then: Map | None = ...,
-    sms: int | None = ...,
-    comm: Communicator | None = ...,
-    stream: Any = ...,
-) -> np.ndarray[Shape, DType]: ...
+    array: np.ndarray[Shape, DType], op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
+    comm: Communicator | None = ..., stream: Any = ...,
+) -> np.ndarray[Shape, DType]: ...  # fmt: skip
 @overload
 def allreduce(
-    array: Array,
-    op: Op = ...,
-    *,
-    out: None = ...,
-    then: Map | None = ...,
-    sms: int | None = ...,
-    comm: Communicator | None = ...,
-    stream: Any = ...,
-) -> Any: ...
+    array: Array, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
+    comm: Communicator | None = ..., stream: Any = ...,
+) -> Any: ...  # fmt: skip
 @overload
 def allreduce(
-    array: Array,
-    op: Op = ...,
-    *,
-    out: Out,
-    then: Map | None = ...,
-    sms: int | None = ...,
-    comm: Communicator | None = ...,
-    stream: Any = ...,
-) -> Out: ...
+    array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., sms: int | None = ...,
+    comm: Communicator | None = ..., stream: Any = ...,
+) -> Out: ...  # fmt: skip
 def allreduce(
-    array: Any,
-    op: Any = "sum",
-    *more: Any,
-    out: Any = None,
-    then: Any = None,
-    sms: Any = None,
-    comm: Communicator | None = None,
-    stream: Any = None,
-) -> Any:
+    array: Any, op: Any = "sum", *more: Any, out: Any = None, then: Any = None, sms: Any = None,
+    comm: Communicator | None = None, stream: Any = None,
+) -> Any:  # fmt: skip
     """All-reduce an array, a number or a list of arrays: see :meth:`Communicator.allreduce`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
@@ -189,16 +141,10 @@ def _chosen(comm: Communicator | None, array: Any) -> Communicator:
 
 @overload
 def allreduce_rmsnorm(
-    x: np.ndarray[Shape, DType],
-    weight: Any,
-    eps: float = ...,
-    *,
-    quantize: None = ...,
-    out: np.ndarray[Shape, DType] | None = ...,
-    residual_out: np.ndarray[Shape, DType] | None = ...,
-    comm: Communicator | None = ...,
-    **further: Any,
-) -> tuple[np.ndarray[Shape, DType], np.ndarray[Shape, DType]]: ...
+    x: np.ndarray[Shape, DType], weight: Any, eps: float = ..., *, quantize: None = ...,
+    out: np.ndarray[Shape, DType] | None = ..., residual_out: np.ndarray[Shape, DType] | None = ...,
+    comm: Communicator | None = ..., **further: Any,
+) -> tuple[np.ndarray[Shape, DType], np.ndarray[Shape, DType]]: ...  # fmt: skip
 @overload
 def allreduce_rmsnorm(
     x: Array, weight: Any, eps: float = ..., *, quantize: None = ..., comm: Communicator | None = ..., **further: Any
@@ -251,3 +197,14 @@ def _first(array: Any) -> Any:
 
 
 provide_default(get_communicator)
+
+
+if TYPE_CHECKING:
+
+    def _agree(comm: Communicator) -> None:
+        """Refused by mypy if a method takes what its function does not take, or returns something else."""
+        comm.allreduce = allreduce  # type: ignore[method-assign]
+        comm.allreduce_rmsnorm = allreduce_rmsnorm  # type: ignore[method-assign]
+        comm.allgather = allgather  # type: ignore[method-assign]
+        comm.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
+        comm.broadcast = broadcast  # type: ignore[method-assign]

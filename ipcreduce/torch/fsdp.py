@@ -4,6 +4,9 @@
         module.set_custom_all_gather(ipcreduce.torch.FSDPAllGather(comm))
         module.set_custom_reduce_scatter(ipcreduce.torch.FSDPReduceScatter(comm))
 
+Beside the layers' products calls of 1 MB and more take few multiprocessors (``sms``). FSDP gathers and scatters on two
+streams, so a communicator for each is faster than one for both (docs/performance.md has times).
+
 They run on the stream that FSDP makes current, which waits for them as for PyTorch's own.
 """
 
@@ -40,6 +43,7 @@ class FSDPAllGather(_Comm):
     """The all-gather of parameters, for ``FSDPModule.set_custom_all_gather``.
 
     :param comm: a communicator of the ranks of the model's process group, in their order.
+    :param sms: the most blocks of a call, as for :meth:`Communicator.allreduce`; None for as many as are fastest alone.
     """
 
     def __call__(
@@ -60,6 +64,7 @@ class FSDPReduceScatter(_Comm):
     With backend "ipc" and on the host, ranks are reduced in their order, so the bits are the same in every run.
 
     :param comm: a communicator of the ranks of the model's process group, in their order.
+    :param sms: the most blocks of a call, as for :meth:`Communicator.allreduce`; None for as many as are fastest alone.
     """
 
     def __call__(

@@ -28,7 +28,7 @@ from ipcreduce import (
 from ipcreduce.calls import request
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import launch_cache
-from ipcreduce.ipc import ready
+from ipcreduce.ipc import kernel_graphs
 from tests.graphs.common import (
     GPUS,
     LAST,
@@ -144,7 +144,7 @@ def arrays_in_the_place_of_others(comm: Any) -> None:
 def full_tables(comm: Any) -> None:
     """More calls than the tables of cached ones, and than there may be graphs."""
     most = len(kept_graphs(comm)) + 2
-    for module, name, limit in ((ready, "_MAX_GRAPHS", most), (launch_cache, "_MAX", 6)):
+    for module, name, limit in ((kernel_graphs, "_MAX_GRAPHS", most), (launch_cache, "_MAX", 6)):
         with mock.patch.object(module, name, limit):
             pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
             for _ in range(4):
@@ -152,7 +152,7 @@ def full_tables(comm: Any) -> None:
                     result.fill(-1)
                     comm.allreduce(array, out=result)
                     right(result, TOTAL - SIZE + SIZE * i)
-        if module is ready and comm.backend == "ipc":
+        if module is kernel_graphs and comm.backend == "ipc":
             assert len(kept_graphs(comm)) == most
     cached = comm._state.backend.launch_cache
     assert max(len(cached.objects), len(cached.places)) <= 6

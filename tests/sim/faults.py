@@ -407,14 +407,6 @@ FAULTS = [
         also=("tiles.cuh", "    send_flag(0);\n    wait_for", "    wait_for"),
     ),
     Fault(
-        "tiles: no fence before a flag",
-        "tiles.cuh",
-        "    fence_acq_rel_sys();\n#pragma unroll\n    for (int i = 1; i < kRanks; ++i)\n      store_packet",
-        "#pragma unroll\n    for (int i = 1; i < kRanks; ++i)\n      store_packet",
-        (TSAN,),
-        TILES,
-    ),
-    Fault(
         "tiles: no barrier before a tile is stored",
         "tiles.cuh",
         "if (!Both::kCopies) sync_block();",

@@ -532,7 +532,8 @@ int main(int count, char** words) {
   world.resize(ranks);
   for (Rank& rank : world) {
     rank.workspace = (u8*)std::aligned_alloc(128, 2 * half_bytes);
-    rank.area = (u8*)std::aligned_alloc(128, (size_t)ranks * (16 * (most_packets + 64) + 4 * kRoundTiles * 2 * kMostStageBytes));
+    const size_t room = 128 * (most_packets / 8 + 8) + 4 * kRoundTiles * 2 * kMostStageBytes;  // of a rank's message
+    rank.area = (u8*)std::aligned_alloc(128, ranks * room);
   }
   reset();
   const std::string mode = words[1];

@@ -78,7 +78,7 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
         return [f"{kernel}: accesses of system scope, {dict(loads)}, {dict(stores)}"] if loads or stores else []
     peers = int(macros["IPCREDUCE_RANKS"]) - 1
     sentinels = 1 if int(macros["IPCREDUCE_WHOLE_PACKETS"]) else 2
-    control_loads, control_stores = (0, 0) if kernel == "verify" else (2, 3)
+    control_loads, control_stores = (1, 0) if kernel == "verify" else (2, 3)
     escapes = (
         0
         if kernel in ("verify", "limit") or kernel.startswith("bulk") or "float" in macros["IPCREDUCE_DTYPE"]

@@ -40,9 +40,11 @@ EXPECTED = {
     "raised": [RAISED, ("PeerFailedError", "rank {victim} raised an error (RuntimeError: of the program")],  # the same
     "stopped": [("PeerTimeoutError", "rank {victim} did not call within")],  # whose timeout the survivors' clocks pass
 }
-HALFWAY = {  # where MPI carries the data
-    "exited": ("PeerLostError", "rank {victim} is gone: it left call"),
-    "raised": ("PeerLostError", "halfway (RuntimeError: of the program)"),
+# Where MPI carries the data. Which of them a rank hears depends on how far it has come.
+_RAISED = "PeerLostError", "cannot go on with the others (PeerFailedError: "
+HALFWAY = {
+    "exited": [("PeerLostError", "rank {victim} is gone: it left call"), _RAISED],
+    "raised": [("PeerLostError", "halfway (RuntimeError: of the program)"), _RAISED],
 }
 # Of a rank that was stopped while MPI or NCCL carried the data: they do not tell which, and MPI's communicator is lost.
 IN_THE_DATA = [
@@ -193,7 +195,7 @@ def problems(
     if kind == "stopped" and (hosts > 1 or backend == "nccl"):
         errors = [*errors, *IN_THE_DATA]
     if kind in HALFWAY and hosts > 1:
-        errors = [*errors, HALFWAY[kind]]
+        errors = [*errors, *HALFWAY[kind]]
     if kind == "stopped" and has_come(victim, notes["text"]):
         errors = [*errors, ("PeerTimeoutError", "did not call within")]
     found = []

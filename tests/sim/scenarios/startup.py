@@ -474,7 +474,7 @@ def an_older_driver() -> None:
             for index, array in enumerate(comm.allreduce(arrays)):
                 assert (array.get() == SIZE * (SIZE + 1) // 2 * index).all(), index
             (prepared,) = (one for of, one in comm._state.backend._prepared.items() if of.is_list)
-            assert [len(step._of.members) for step in prepared.steps] == [lists.SHORT, 1]
+            assert [len(step._members) for step in prepared.steps] == [lists.SHORT, 1]
     good_communicator()
 
 

@@ -24,6 +24,8 @@ SHOWN = 10_000  # characters of a rank's output, if it fails
 # Each rank's output goes into a file of its own in the folder $0: MPICH's launcher or Open MPI's says which rank it is.
 INTO_FILES = 'exec "$@" > "$0/rank${PMI_RANK-$OMPI_COMM_WORLD_RANK}" 2>&1'
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # ranks that hang are ended by SIGABRT, for their stacks
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's job in the background begins
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers

@@ -155,7 +155,7 @@ def log() -> None:
 # ---- mistakes that a GPU would show
 def arguments() -> None:
     with Communicator() as comm:
-        words = "comm must be an ipcreduce.Communicator, not "
+        words = "which is no ipcreduce.Communicator. Make one"
         for wrong in (1, WORLD, Communicator, Graph(comm), "comm"):
             raises(ArgumentError, words, lambda wrong=wrong: Graph(wrong))
             raises(ArgumentError, words, lambda wrong=wrong: GraphRunner(step, wrong))
@@ -165,7 +165,7 @@ def arguments() -> None:
         for kind in (Graph, lambda comm, **options: GraphRunner(step, comm, **options)):
             raises(ArgumentError, "check must be", lambda kind=kind: kind(comm, check="sometimes"))
         raises(ArgumentError, "pool must be", lambda: Graph(comm, pool=3))
-        raises(ArgumentError, "name must be a str, not int", lambda: Graph(comm, name=3))
+        raises(ArgumentError, "name must be a str, not an int", lambda: Graph(comm, name=3))
         for stream in ("x", -1, 1.5):
             words = f"stream is {texts.kind_of(stream)}, which is no stream"
             raises(ArgumentError, words, lambda stream=stream: comm.synchronize(stream))

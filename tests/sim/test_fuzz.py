@@ -17,7 +17,7 @@ from tests.fuzz import job, programs
 job.prepare(2, True)
 {fault}
 from tests.fuzz import __main__
-sys.argv = ["tests.fuzz", "--ranks", "2", "--programs", "150", "--tries", "1", "--script", {script!r}]
+sys.argv = ["tests.fuzz", "--ranks", "2", "--programs", "600", "--tries", "1", "--script", {script!r}]
 sys.exit(__main__.main())
 """
 NO_BREAKS = "from ipcreduce.graphs import breaks; breaks.Break.replay = lambda *_: None"

@@ -473,6 +473,29 @@ def test_parts_of_a_message_fit_the_area(nbytes: int, n: int, sms: int, sharing:
     assert flags + plan.CODES_BYTES <= half, "two rows of flags for each peer"
 
 
+@given(worlds, limits, st.integers(1, 4), st.integers(0, 300).map(lambda units: 128 * 1024 * units), st.booleans())
+def test_rounds_of_tiles_fit_the_area(n: int, sms: int, sharing: int, area: int, reduces: bool):
+    """With at least as many tiles in a round as tiles.cuh needs, and with one block if that is all that fits."""
+    if n == 1:
+        return
+    found = plan.tiles(area, n, sms, plan.RESIDENT, sharing, reduces=reduces)
+    tile, messages = (32 * KB // n // 128 * 128, n - 1) if reduces else (32 * KB // (n - 1) // 128 * 128, 1)
+    if found is None:
+        assert area // messages < 4 * 3 * tile
+        return
+    assert 1 <= found.grid <= min(sms, plan.most_resident(plan.RESIDENT, sharing))
+    assert found.round_tiles >= 3
+    assert 4 * found.round_tiles * found.grid * tile * messages <= area
+
+
+def test_the_numbers_of_tiles_are_those_of_the_kernels():
+    text = (ROOT / "kernels" / "tiles.cuh").read_text()
+    assert "kStages = 6, kRounds = 4," in text
+    assert "kLeastTiles = kStages / 2" in text
+    assert (plan._ROUNDS, plan._LEAST_TILES) == (4, 3)
+    assert f"kStageBytes = {plan._STAGE_BYTES >> 10} << 10" in (ROOT / "kernels" / "sync.cuh").read_text()
+
+
 def test_gpus_without_bulk_copies_have_no_area():
     assert plan.area_bytes(128 * MB, (8, 9)) == 0
     assert plan.area_bytes(128 * MB, (9, 0)) == 32 * MB

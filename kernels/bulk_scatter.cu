@@ -14,40 +14,37 @@ template <bool kAligned> struct Scatter {
   const Args& args;
   Stages& stages;
 
-  DEVICE u32 packets(int i, u32 tile) const {
-    return tile_packets(ceil_div(args.table.members[0].width[peer_rank(i)], kPacketBytes), tile);
-  }
   DEVICE Place source(int i, u32 index) const { return place_of<true>(args.table, peer_rank(i), index); }
   DEVICE Place target(u32 index) const { return place_of<false>(args.table, kRank, index); }
 
   DEVICE void load_own(u32 stage, u32 tile) const {
     u32 due = 0;
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i) due += packets(i, tile);
+    for (int i = 1; i < kRanks; ++i) due += part_packets(args, i, tile);
     expect_at_gate(stages.full[stage], kAligned ? kPacketBytes * due : 0);
     if (!kAligned) return;
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      if (const u32 bytes = kPacketBytes * packets(i, tile))
+      if (const u32 bytes = kPacketBytes * part_packets(args, i, tile))
         bulk_load(stages.tile[stage][i], source(i, first_packet(tile)).at, bytes, stages.full[stage]);
   }
   DEVICE void work_own(u32 stage, u32 tile) const {
     if (kAligned) return;
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      for (u32 column = thread_in_block(); column < packets(i, tile); column += threads_in_block())
+      for (u32 column = thread_in_block(); column < part_packets(args, i, tile); column += threads_in_block())
         stages.tile[stage][i][column] = load_place<kElementBytes, false>(source(i, first_packet(tile) + column), true);
   }
   DEVICE void store_own(u32 stage, u32 tile) const {
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      if (const u32 bytes = kPacketBytes * packets(i, tile))
+      if (const u32 bytes = kPacketBytes * part_packets(args, i, tile))
         bulk_store(args.outs[0] + row_offset(i, ring_bytes(args)) + offset_in_ring(args, tile), stages.tile[stage][i],
                    bytes);
   }
 
   DEVICE void load(u32 stage, u32 tile) const {
-    const u32 bytes = kPacketBytes * packets(0, tile);
+    const u32 bytes = kPacketBytes * part_packets(args, 0, tile);
     expect_at_gate(stages.full[stage], (kAligned ? kRanks : kRanks - 1) * bytes);
     if (!bytes) return;
 #pragma unroll
@@ -58,7 +55,7 @@ template <bool kAligned> struct Scatter {
     if (kAligned) bulk_load(stages.tile[stage][kRank], source(0, first_packet(tile)).at, bytes, stages.full[stage]);
   }
   DEVICE void work(u32 stage, u32 tile) const {
-    const u32 count = packets(0, tile), first = first_packet(tile);
+    const u32 count = part_packets(args, 0, tile), first = first_packet(tile);
     for (u32 column = thread_in_block(); column < count; column += threads_in_block()) {
       Packet v[kMaxRanks];
 #pragma unroll
@@ -70,11 +67,11 @@ template <bool kAligned> struct Scatter {
     }
   }
   DEVICE void store(u32 stage, u32 tile) const {
-    const u32 bytes = kPacketBytes * packets(0, tile);
+    const u32 bytes = kPacketBytes * part_packets(args, 0, tile);
     if (kAligned && bytes) bulk_store(target(first_packet(tile)).at, stages.tile[stage][0], bytes);
   }
   DEVICE void poison_tile(u32 tile) const {
-    for (u32 column = thread_in_block(); column < packets(0, tile); column += threads_in_block())
+    for (u32 column = thread_in_block(); column < part_packets(args, 0, tile); column += threads_in_block())
       store_place<kElementBytes, kAligned>(target(first_packet(tile) + column), poison(), true);
   }
 };

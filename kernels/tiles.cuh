@@ -34,7 +34,8 @@
 //
 // * Within a stage. The copy unit writes it, and the gate's phase ends when all bytes have come: the threads that wait for
 //   it see them. What a thread has done becomes visible to the copy unit by its fence.proxy.async, and the barrier orders
-//   this before the thread that orders the stores. The stage is filled again after these have read it.
+//   this before the thread that orders the stores. The stage is filled again after these have read it. Where the copy
+//   unit does everything (kCopies), the other threads touch no stage, and need no barrier.
 //
 // * A wait that is abandoned. This rank's flags have been sent, so a late peer may still load what they say is here. From
 //   then on this rank brings nothing, in this kernel and in later ones, until the host resets the epochs, when every
@@ -61,8 +62,8 @@ DEVICE u64 offset_in_ring(const Args& args, u32 tile) {
 }
 DEVICE u64 ring_bytes(const Args& args) { return (u64)kPacketBytes * kTile * ring_tiles(args) * blocks_in_grid(); }
 DEVICE u32 first_packet(u32 tile) { return (block_in_grid() + tile * blocks_in_grid()) * kTile; }
-DEVICE u32 tile_packets(u32 packets, u32 tile) {
-  const u32 first = first_packet(tile);
+DEVICE u32 part_packets(const Args& args, int i, u32 tile) {  // those of peer i's part
+  const u32 packets = ceil_div(args.table.members[0].width[peer_rank(i)], kPacketBytes), first = first_packet(tile);
   return packets > first ? min_u32(kTile, packets - first) : 0;
 }
 

@@ -45,7 +45,7 @@ class HostSplit:
 
 
 class SplitParts(NamedTuple):
-    """What the ranks exchange of one array, in contiguous arrays of one axis.
+    """The memory of one array that the ranks exchange, in contiguous arrays of one axis.
 
     :ivar op: one of ``dtypes.OPS``; "" where nothing is reduced. :ivar root: of a broadcast; else None.
     :ivar sources: of a reduce-scatter each rank's part; else this rank's part alone.
@@ -108,7 +108,7 @@ class HostSplitArray:
 
     @property
     def parts(self) -> SplitParts:
-        """What is exchanged."""
+        """The memory that is exchanged."""
         return SplitParts(self.op, self.root, self.sources, self.targets)
 
     def _prepare(self) -> None:

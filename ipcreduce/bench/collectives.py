@@ -36,7 +36,7 @@ class Collective:
         return n if self.name == "reduce_scatter" else 1
 
     def bus(self, n: int) -> float:
-        """What nccl-tests multiply bytes by, for a bandwidth that can be compared with that of a link."""
+        """The factor by which nccl-tests multiply bytes, for a bandwidth to be compared with that of a link."""
         factors = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "reduce_scatter": (n - 1) / n}
         return factors.get(self.name, 1)
 

@@ -162,7 +162,7 @@ class Launches:
             for one in planned:
                 args = np.concatenate([base, parts.table(one)])
                 args[BYTES] = one.longest * plan.PACKET_BYTES
-                shape = tiles.shape if tiles else self._parts_shape(one.longest, request.sms)
+                shape = tiles[:2] if tiles else self._parts_shape(one.longest, request.sms)
                 launch = self.kernels.launch(Kernel(name, dtype, op, members=parts.places(one)), *shape, args)
                 steps.append(parts.step(one, launch, gathers=not request.op, length=length))
                 names.append(name)

@@ -229,11 +229,6 @@ class Tiles(NamedTuple):
     block: int
     round_tiles: int
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Grid and block."""
-        return self.grid, self.block
-
 
 def tiles(area: int, n: int, sms: int, resident: int, sharing: int, *, reduces: bool) -> Tiles | None:
     """The launch with as many blocks as have room in the area; None if not one has."""

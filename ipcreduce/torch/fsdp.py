@@ -2,10 +2,10 @@
 
     for module in sharded:  # each one that fully_shard() has taken
         module.set_custom_all_gather(ipcreduce.torch.FSDPAllGather(comm))
-        module.set_custom_reduce_scatter(ipcreduce.torch.FSDPReduceScatter(comm))
+        module.set_custom_reduce_scatter(ipcreduce.torch.FSDPReduceScatter(other))
 
-Beside the layers' products calls of 1 MB and more take few multiprocessors (``sms``). FSDP gathers and scatters on two
-streams, so a communicator for each is faster than one for both (docs/performance.md has times).
+Calls of 1 MB and more take few multiprocessors (``sms``), and leave the others to the layers. FSDP gathers and scatters
+on two streams, so two communicators are faster than one for both. Times: docs/performance.md.
 
 They run on the stream that FSDP makes current, which waits for them as for PyTorch's own.
 """

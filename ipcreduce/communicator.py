@@ -98,7 +98,7 @@ class Communicator(Collectives):
         """The number of this rank's last call: the ranks count alike.
 
         Calls on arrays and lists, recordings, :meth:`suspend` and :meth:`resume` count one each, also if they raise. A
-        replay counts one for each segment that has all-reduces: one without breaks.
+        replay counts one for each segment that has calls: one without breaks.
         """
         return self._state.calls.number
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from . import clock, habits, process
-from .arrays import views
+from .arrays import lists, views
 from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
@@ -65,6 +65,8 @@ def _make_default(array: Any) -> Communicator:
         if _default is None or process.resources_of(_default) is None:
             device = None
             with suppress(Exception):  # allreduce() raises the error, when it can also tell the other ranks
+                if lists.is_list(array):
+                    array = next(iter(array), None)
                 if array is not None and not isinstance(array, np.ndarray) and views.is_device(array):
                     device = views.device_of(views.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)
@@ -124,7 +126,7 @@ def allreduce(
     if more:
         raise TypeError(habits.BY_POSITION)
     if type(comm) is not Communicator:
-        comm = _chosen(comm, _first(array))
+        comm = _chosen(comm, array)
     if then is not None or sms is not None:
         return comm.allreduce(array, op, out=out, then=then, sms=sms, stream=stream)
     return comm.allreduce(array, op, out=out, stream=stream)
@@ -171,7 +173,7 @@ def allgather(array: Any, *, comm: Communicator | None = None, **further: Any) -
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     :param further: the other arguments of that method.
     """
-    return _chosen(comm, _first(array)).allgather(array, **further)
+    return _chosen(comm, array).allgather(array, **further)
 
 
 def reduce_scatter(array: Any, op: Op = "sum", *, comm: Communicator | None = None, **further: Any) -> Any:
@@ -180,7 +182,7 @@ def reduce_scatter(array: Any, op: Op = "sum", *, comm: Communicator | None = No
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     :param further: the other arguments of that method.
     """
-    return _chosen(comm, _first(array)).reduce_scatter(array, op, **further)
+    return _chosen(comm, array).reduce_scatter(array, op, **further)
 
 
 def broadcast(array: Any, root: int = 0, *, comm: Communicator | None = None, **further: Any) -> Any:
@@ -189,11 +191,7 @@ def broadcast(array: Any, root: int = 0, *, comm: Communicator | None = None, **
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     :param further: the other arguments of that method.
     """
-    return _chosen(comm, _first(array)).broadcast(array, root, **further)
-
-
-def _first(array: Any) -> Any:
-    return array[0] if type(array) in (list, tuple) and array else array
+    return _chosen(comm, array).broadcast(array, root, **further)
 
 
 provide_default(get_communicator)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class uninterrupted:
-    """A context manager for a step that waits for no other rank. The program's handler of Ctrl-C runs at its end.
+    """A context manager for a short step, in which Python waits for no other rank. Ctrl-C is handled at its end.
 
     Where the driver has made something, and the next line keeps it, an interrupt between the two would leave it to the
     process's end. In threads other than the main one this does nothing: Python runs no handlers there.
@@ -31,10 +31,15 @@ class uninterrupted:
             raise
 
     def __exit__(self, *_: object) -> None:
-        if callable(self._before):
+        if not callable(self._before):
+            return
+        try:
             signal.signal(signal.SIGINT, self._before)  # first: what comes from here on is the program's at once
-            if self._has_come:
-                self._before(signal.SIGINT, self._frame)
+        except BaseException:  # raised by the handler of another signal, before the handler was set
+            signal.signal(signal.SIGINT, self._before)
+            raise
+        if self._has_come:
+            self._before(signal.SIGINT, self._frame)
 
     def _note(self, _signal: int, frame: FrameType | None) -> None:
         self._has_come, self._frame = True, frame

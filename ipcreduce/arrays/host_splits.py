@@ -163,7 +163,7 @@ class HostSplitArray:
 class CachedSplit:
     """Calls like one that was checked: on contiguous arrays of NumPy of the same shape and dtype.
 
-    :ivar what: the ranks compare.
+    :ivar fingerprint: of each of these calls, by which the ranks compare it.
     """
 
     def __init__(self, given: SplitArguments, one: HostSplitArray, fingerprint: Fingerprint, rows: Rows) -> None:

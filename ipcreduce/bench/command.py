@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes, peers = partial(names_of, _MODES), partial(names_of, [*contenders.known(), *norms.OWN])
     add = parser.add_argument
     add("--smallest", type=size, default=_SMALLEST, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
-    add("--largest", type=size, metavar="BYTES", help="(default 1G, without GPUs 64M, of results)")
+    add("--largest", type=size, metavar="BYTES", help="(default 1G, without GPUs 64M; of an all-gather, its results)")
     add("--between", action="store_true", help="also 3 * 2**k bytes, not only powers of two")
     add("--dtype", choices=sorted(DTYPES.values()), help="(default bfloat16; without GPUs float32)")
     add("--mode", type=modes, metavar="MODES", help="graph, eager, or graph,eager (default all; without GPUs eager)")
@@ -157,7 +157,7 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     least = max(options.smallest, unit * (options.arrays or 1))
     usual = max(2 * least, (_HOST_LARGEST if on_host else _LARGEST) // max(1, of.results(1, comm.size)))
     wanted = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
-    found.sizes = [nbytes // unit * unit for nbytes in wanted]
+    found.sizes = sorted({nbytes // unit * unit for nbytes in wanted})
     if not found.sizes:
         raise ArgumentError(
             f"there is no size to measure: no power of two from --smallest to --largest, {options.smallest} to "
@@ -247,8 +247,8 @@ class _Bench:
         runs: dict[contenders.Contender, list[_Run]] = {one: [] for one in (*takers, self._ours)}
         turns = _EAGER_TURNS if mode == "eager" else 1
         for _ in range(turns):
-            message.renew()
             for one, found in runs.items():
+                message.renew()  # ours, too, has to write the results that are checked
                 found.append(_time(one, message, mode, -(-options.replays // turns), options.calls, self._mpi))
             if not all(self._mpi.allgather(message.is_right())):
                 raise IpcReduceError(f"{message.what} is wrong ({mode}, when timed)")
@@ -304,7 +304,7 @@ def _time(
             return timing.eagerly(call, calls, replays, mpi)
     launch = one.captured(call, calls)
     found = timing.in_graph(launch, calls, replays, mpi)
-    if isinstance(one, contenders.Ours):  # _measure() checks the last results: let them be those of the graph
+    if isinstance(one, contenders.Ours):  # _runs() checks the last results: let them be those of the graph
         message.renew()
         launch()
         message.wait()

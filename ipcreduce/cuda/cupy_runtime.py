@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import FLOAT8
-from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError, unreadable
+from ..errors import INSTALL, ArgumentError, CudaError, IpcReduceError, UnsupportedError, unreadable
 from ..interrupts import uninterrupted
 from ..texts import kind_of
 from ..types import Stream
@@ -226,7 +226,7 @@ def stream_of(stream: Any = None) -> tuple[Stream, Any]:
         return stream.ptr, stream
     try:
         return _handle(stream), stream
-    except ArgumentError:
+    except (IpcReduceError, MemoryError):  # as in reading(), which takes longer
         raise
     except Exception as error:
         raise unreadable("stream", stream, error) from error

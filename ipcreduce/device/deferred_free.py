@@ -117,7 +117,7 @@ def flush() -> None:
             _deferred.extend((item[1], action) for action in item[2])
     token = object()
     while _deferred:
-        with uninterrupted():  # it waits for no lock, and an interrupt in release() would keep it for good
+        with uninterrupted():  # an interrupt would leave an action half done, or keep the lock for good
             try:
                 if not _flushing.acquire(token):
                     return

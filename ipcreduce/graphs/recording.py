@@ -1,4 +1,4 @@
-"""A recording in progress: its segments, and in each the all-reduces, their launches and arrays."""
+"""A recording in progress: its segments, and in each the calls, their launches and arrays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NONE, _BEGUN = -1, -2  # in place of a capture's id: no capture; a capture whos
 
 @dataclass(eq=False)
 class RecordedCall:
-    """A recorded all-reduce, and the names of the kernels or the library that run it."""
+    """A recorded call, and the names of the kernels or the library that run it."""
 
     fingerprint: Fingerprint
     kernels: str
@@ -163,7 +163,7 @@ class Recording:
                 self._capture = _NONE
                 cuda_graph.close_graph(streams.end_capture(self.stream))
 
-    # ---- all-reduces
+    # ---- calls
     def captures(self, stream: Stream) -> bool:
         """Return True if ``stream`` is part of the capture. :raises CudaError: if that cannot be known."""
         try:
@@ -174,7 +174,7 @@ class Recording:
             return False  # a thread without a context, which does not record
 
     def note(self, call: RecordedCall, *used: Any) -> None:
-        """Note an all-reduce that follows, and hold the arrays that it uses. Memory of the pool may be used again."""
+        """Note a call that follows, and hold the arrays that it uses. Memory of the pool may be used again."""
         self._calls.append(call)
         assert self.pool is not None
         apart = {id(array): array for array in used}.values()

@@ -201,7 +201,7 @@ class GraphSession:
             raise error or stale or theirs  # type: ignore[misc]
 
     def note(self, prepared: Prepared, *used: Any) -> Prepared:
-        """Note an all-reduce of the open recording, which uses these arrays. Returns what is to be launched for it."""
+        """Note a call of the open recording, which uses these arrays. Returns what is to be launched for it."""
         call = RecordedCall(prepared.fingerprint, prepared.kernels)
         self.calls.recording.note(call, *used)
         return prepared if self.direct is None else self.direct.noted(prepared, call)
@@ -243,7 +243,7 @@ class GraphSession:
 
     # ---- replay
     def replayer(self, segment: Segment) -> tuple[Callable[..., Any], BoundLaunch, Callable[..., Any]] | None:
-        """``FastPath.make`` and its arguments, which replay a graph of one segment with all-reduces. Graphs keep them.
+        """``FastPath.make`` and its arguments, which replay a graph of one segment with calls. Graphs keep them.
 
         None where each call is waited for.
         """
@@ -253,7 +253,7 @@ class GraphSession:
         return fast.make, segment.bound, lambda *_: self._launch(segment, *current_streams.stream_of(self.device))
 
     def launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
-        """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""
+        """Launch a segment. If it has calls it is one call, compared and ordered as these are. Collective."""
         calls = self.calls
         fast = None if self.backend is None else self.backend.fast
         if fast is not None and segment.calls and current_streams.stream_of(self.device)[0] == stream:

@@ -95,6 +95,7 @@ class HostReducer:
 
     def _call_split(self, given: SplitCall) -> Any:
         array, key = given.array, given.key
+        known: CachedSplit | None = None
         if type(array) is np.ndarray and is_simple(key):
             known = self._splits.get((key, array.shape, array.dtype))
             again = None if known is None else known.again(array, given.out)
@@ -107,9 +108,10 @@ class HostReducer:
         self._enter(fingerprint)
         for one in used.exchanged:
             self._exchange_parts(fingerprint, one.parts)
-        result, known = used.finish(), CachedSplit.of(given, used)
-        if known is not None and len(self._splits) < _MAX_KNOWN:
-            self._splits[key, array.shape, array.dtype] = known
+        result = used.finish()
+        cached = CachedSplit.of(given, used) if known is None and len(self._splits) < _MAX_KNOWN else None
+        if cached is not None:
+            self._splits[key, array.shape, array.dtype] = cached
         return result
 
     def _exchange_parts(self, fingerprint: Fingerprint, one: SplitParts) -> None:

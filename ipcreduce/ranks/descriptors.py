@@ -28,8 +28,8 @@ from .exchange import Channel, Kind
 
 _PLACE = exchange.struct(Kind.DESCRIPTOR, ("socket", "S64"), ("pid", "<u4"), ("nbytes", "<u8"))
 _CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid: struct ucred
-MAX = 32  # descriptors of a rank at a time: a process may have only 1,024 files open
-_ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MAX)
+MAX_DESCRIPTORS = 32  # descriptors of a rank at a time: a process may have only 1,024 files open
+_ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 
 
 class Mailbox:
@@ -120,7 +120,7 @@ def several_handed_over(
 
     All descriptors, those that ``exports`` have made among them, are closed at the end of the block.
 
-    :param exports: each makes one of this rank's descriptors. There are at most :data:`MAX`.
+    :param exports: each makes one of this rank's descriptors. There are at most :data:`MAX_DESCRIPTORS`.
     :param counts: how many each rank has.
     :param nbytes: the size of the memory behind them, which must be the same on every rank.
     :param what: what the descriptors stand for, in messages.
@@ -137,7 +137,7 @@ def several_handed_over(
             with uninterrupted():
                 for export in exports:
                     own.append(export())
-                    held.callback(os.close, own[-1])  # each by itself: an interrupt ends no loop over them
+                    held.callback(_close, own[-1])  # each by itself: an interrupt ends no loop over them
                 for rank in others:
                     boxes[rank] = Mailbox(f"{name}-{rank}")
                     held.callback(boxes[rank].close)
@@ -157,7 +157,7 @@ def several_handed_over(
                 if counts[rank]:
                     every[rank] = mailbox.receive(rank, int(places[rank]["pid"]), counts[rank])
                     for one in every[rank]:
-                        held.callback(os.close, one)
+                        held.callback(_close, one)
         yield every
 
 

@@ -161,10 +161,10 @@ def test_several_at_once(mailboxes: tuple[Mailbox, Mailbox], memory: int):
     os.write(other, b"other")
     mailboxes[1].send(memory)
     mailboxes[1].send(memory, other, memory)
-    mailboxes[1].send(*[memory] * descriptors.MAX)
+    mailboxes[1].send(*[memory] * descriptors.MAX_DESCRIPTORS)
     os.close(other)
     assert taken(mailboxes[0], os.getpid(), 3) == [b"ours", b"other", b"ours"]
-    assert taken(mailboxes[0], os.getpid(), descriptors.MAX) == [b"ours"] * descriptors.MAX
+    assert taken(mailboxes[0], os.getpid(), descriptors.MAX_DESCRIPTORS) == [b"ours"] * descriptors.MAX_DESCRIPTORS
 
 
 def test_messages_that_are_none(mailboxes: tuple[Mailbox, Mailbox], memory: int):

@@ -252,7 +252,7 @@ def test_a_failed_step_names_ranks_and_reasons():
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_ctrl_c_ends_only_a_step_that_waits(waits: bool):
-    """In both cases the other ranks hear of it in the vote."""
+    """There is a vote in both cases: see test_a_step_tells_of_any_exception."""
     world, ended = World(), []
 
     def act() -> None:

@@ -113,3 +113,19 @@ def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit), uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_another_signal_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    """Its handler may raise before Ctrl-C's is in its place again."""
+    replace, fired = signal.signal, []
+
+    def terminated(number: int, handler: Any) -> Any:
+        if handler is signal.default_int_handler and not fired:
+            fired.append(number)
+            raise SystemExit
+        return replace(number, handler)
+
+    monkeypatch.setattr(signal, "signal", terminated)
+    with pytest.raises(SystemExit), uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -227,7 +227,7 @@ class ListHits:
         members: Callable[[], Members | None],
     ) -> tuple[Any, Form] | None:  # fmt: skip
         """See :meth:`form_of`. ``op``: what has to be the same but for the arrays. ``members``: None for no form."""
-        key = _key(arrays, op)
+        key = _key(arrays, op) if type(arrays) in (list, tuple) else None  # lookup() takes no others
         if key is None:
             return None
         length, entry = (op, len(arrays)), self._cache.forms.get(key)

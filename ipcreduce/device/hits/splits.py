@@ -126,7 +126,7 @@ class SplitHits:
             self._cache.insert(ids, entry, objects, objects)
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
-        """A call's form and its key, after it was made by the usual way."""
+        """A call's form and its key, after it was made by the slow path."""
         key, split, members = given.key, prepared.request.split, prepared.request.members
         if not is_simple(key) or not prepared.nbytes or prepared.packed or split is None:
             return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...ranks import exchange
-from ...ranks.descriptors import MAX, several_handed_over
+from ...ranks.descriptors import MAX_DESCRIPTORS, several_handed_over
 from ...ranks.exchange import Channel
 from .mappings import Key
 
@@ -22,8 +22,8 @@ def hand_over(
     :param take: maps a peer's slab. The descriptor is closed behind it.
     :raises IpcReduceError: on every rank, if one of them fails.
     """
-    for begin in range(0, max(map(len, wanted)), MAX):
-        parts = [numbers[begin : begin + MAX] for numbers in wanted]
+    for begin in range(0, max(map(len, wanted)), MAX_DESCRIPTORS):
+        parts = [numbers[begin : begin + MAX_DESCRIPTORS] for numbers in wanted]
         exports = [partial(export, number) for number in parts[ranks.rank]]
         counts = [len(part) for part in parts]
         with (

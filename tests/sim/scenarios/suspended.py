@@ -20,7 +20,7 @@ from ipcreduce import FP8, Communicator, Graph, Map, errors
 from ipcreduce.device import deferred_free
 from ipcreduce.nccl import library
 from ipcreduce.ranks import descriptors
-from ipcreduce.ranks.descriptors import MAX
+from ipcreduce.ranks.descriptors import MAX_DESCRIPTORS
 from tests.shared import clock
 from tests.shared.bounds import until
 from tests.sim.scenarios.common import (
@@ -633,7 +633,7 @@ def _closed_meanwhile(comm: Communicator) -> None:
 
 def many_direct_outputs() -> None:
     """More slabs than go in one message, of which the ranks have different numbers."""
-    count = MAX + 5
+    count = MAX_DESCRIPTORS + 5
     with virtual(workspace=2 * MB, algorithm="direct") as comm, Graph(comm) as graph:
         before = held()["descriptors"]
         with graph.record():

@@ -184,20 +184,25 @@ def test_the_shape_of_a_cached_array_changes(in_place: bool):
         assert calls.lookup(arrays, out) is not None
 
 
+def replace_by_namesake(arrays: list[Any], at: int) -> None:
+    """Let the only reference to an array go, and put another one there, elsewhere in memory, that has its id."""
+    shape, dtype, dead = arrays[at].shape, arrays[at].dtype, id(arrays[at])
+    others: list[Array] = []
+    arrays[at] = None
+    while id(heir := Array.__new__(Array)) != dead:  # nothing else is made here that could take its place
+        others.append(heir)
+        assert len(others) < 1_000_000
+    heir.__init__(shape, 1 << 24, dtype)
+    arrays[at] = heir
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_cached_array_dies(in_place: bool):
     """Another one may have its id then, and other memory."""
     arrays = arrays_of(3)
     out = arrays if in_place else arrays_of(3, 8192)
     calls = cached_list(arrays, out)
-    dead = id(out[1])
-    out[1] = None  # type: ignore[call-overload]
-    kept = []
-    for turn in range(100):
-        kept.append(Array(at=(1 << 20) + 64 * turn))
-        if id(kept[-1]) == dead:
-            break
-    out[1] = kept[-1]
+    replace_by_namesake(out, 1)
     places = tuple([one.place.ptr for one in ones] for ones in (arrays, out))
     assert calls.lookup(arrays, out) == (places, CURRENT)
 

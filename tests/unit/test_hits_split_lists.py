@@ -19,7 +19,7 @@ from ipcreduce.device.hits.lists import ListHits
 from ipcreduce.device.launch_cache import MISS, LaunchCache
 from ipcreduce.device.prepared import BoundLaunch, OwnStep, Prepared
 from tests.unit import test_hits_arrays
-from tests.unit.test_hits_arrays import CURRENT, OTHER, TURNS, Array, Tensor
+from tests.unit.test_hits_arrays import CURRENT, OTHER, TURNS, Array, Tensor, replace_by_namesake
 
 RANK, N = 1, 2
 libraries = test_hits_arrays.libraries  # the fixture, which every test here has
@@ -161,10 +161,7 @@ def test_a_cached_array_dies(calls: Calls, at: int):
         pair = calls.arrays((1 << 20) + (side << 16), (1 << 21) + (side << 16))
         for _ in range(TURNS):
             assert calls.places(*pair) is not None
-        shape, dtype, dead = pair[side][at].shape, pair[side][at].dtype, id(pair[side][at])
-        pair[side][at] = None
-        kept = [Array(shape, (1 << 24) + 4096 * turn, dtype) for turn in range(100)]
-        pair[side][at] = next(one for one in kept if id(one) == dead)
+        replace_by_namesake(pair[side], at)
         assert calls.places(*pair) == due(*pair)
 
 

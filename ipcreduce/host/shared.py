@@ -9,6 +9,7 @@ reduce-scatter hand each chunk over once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Check = Callable[[list[int]], None]
 Array = np.ndarray[Any, Any]
+_BYTE = np.dtype(np.uint8)
 
 
 class SharedReducer(Backend):
@@ -62,18 +64,23 @@ class SharedReducer(Backend):
             agreed = _nothing
 
     def _one_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
-        """Two parts in turns are enough: a peer hands over once more only after it has read the last ones."""
-        dtype = source.dtype
-        parts = self._parts.get(dtype)
-        if parts is None:
-            parts = self._parts[dtype] = [[one.view(dtype) for one in part] for part in self._segment.small]
-        self._part = 1 - self._part
         size = source.size
-        views = [part[:size] for part in parts[self._part]]
+        views = [place[:size] for place in self._small_places(source.dtype)]
         views[self._rank][:] = source
         self._segment.hand_over(check)
         agreed()
         reduce(views, op, target)
+
+    def _small_places(self, dtype: np.dtype[Any]) -> list[Array]:
+        """Each rank's place for a small message.
+
+        Two places in turns are enough: a peer hands over once more only after it has read the last ones.
+        """
+        parts = self._parts.get(dtype)
+        if parts is None:
+            parts = self._parts[dtype] = [[one.view(dtype) for one in part] for part in self._segment.small]
+        self._part = 1 - self._part
+        return parts[self._part]
 
     def _two_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
         """Each rank's area takes its data for the other ranks. Another place takes the result of its own share.
@@ -109,27 +116,38 @@ class SharedReducer(Backend):
             self._gather(one, check, agreed)
 
     def _gather(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
-        (source,), targets = one.sources, one.targets
+        rank, (source,), targets = self._rank, one.sources, one.targets
         for begin, length, places in self._turns(max(map(len, targets)), 1, check):
             part = source[begin : begin + length]
-            places[self._rank][: part.size] = part
+            places[rank][: part.size] = part
             self._segment.hand_over(check)
             agreed()
             agreed = _nothing
-            if one.root == self._rank:
+            if one.root == rank:
                 continue  # its array, which may be read-only, is the source
-            for target, place in zip(targets, places, strict=True):  # this rank's too: it may be the source itself
-                part = target[begin : begin + length]
-                part[:] = place[: part.size]
+            for peer, (target, place) in enumerate(zip(targets, places, strict=True)):
+                if peer != rank:
+                    part = target[begin : begin + length]
+                    part[:] = place[: part.size]
+        if one.root is None and not np.may_share_memory(source, targets[rank]):  # else it is the source
+            targets[rank][:] = source
 
     def _scatter(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
         """The target may be this rank's own source: of that a chunk is read before it is written."""
-        rank, n, (target,) = self._rank, self._n, one.targets
+        rank, n, sources, (target,) = self._rank, self._n, one.sources, one.targets
+        ends = [*accumulate(map(len, sources))]
+        if ends[-1] * target.itemsize <= self._segment.small_bytes:
+            typed = self._small_places(target.dtype)
+            np.concatenate(sources, out=typed[rank][: ends[-1]])
+            self._segment.hand_over(check)
+            agreed()
+            reduce([place[ends[rank] - target.size : ends[rank]] for place in typed], one.op, target)
+            return
         unit = n * target.itemsize
-        for begin, length, places in self._turns(max(map(len, one.sources)) * unit, unit, check):
+        for begin, length, places in self._turns(max(map(len, sources)) * unit, unit, check):
             first, count = begin // unit, length // unit
             typed = [place[: count * unit].view(target.dtype).reshape(n, count) for place in places]
-            for source, place in zip(one.sources, typed[rank], strict=True):
+            for source, place in zip(sources, typed[rank], strict=True):
                 part = source[first : first + count]
                 place[: part.size] = part
             self._segment.hand_over(check)
@@ -141,15 +159,14 @@ class SharedReducer(Backend):
     def _turns(self, nbytes: int, unit: int, check: Check) -> Iterator[tuple[int, int, list[Array]]]:
         """The chunks of a message: where it begins, its most bytes, and each rank's place for it.
 
-        There are two places in turns, as in :meth:`_one_shot`. Behind the last chunk of an area is a handover: the next
-        call may write to all of the area.
+        There are two places in turns, as in :meth:`_small_places`. Behind the last chunk of an area is a handover: the
+        next call may write to all of the area.
 
         :param unit: chunks are multiples of so many bytes.
         """
         segment = self._segment
         if nbytes <= segment.small_bytes:
-            self._part = 1 - self._part
-            yield 0, segment.small_bytes // unit * unit, segment.small[self._part]
+            yield 0, nbytes, self._small_places(_BYTE)
             return
         half = segment.area_bytes // 2 // 64 * 64
         length = half // unit * unit

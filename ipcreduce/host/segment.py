@@ -51,8 +51,6 @@ class Segment:
         peers = [peer for peer in range(n) if peer != rank]
         self._outgoing = [self._semaphores[rank * n + peer] for peer in peers]
         self._incoming = [(peer, self._semaphores[peer * n + rank]) for peer in peers]
-        # With fewer processors than ranks, who spins holds one that a peer needs: so let others run between two looks.
-        self._yields = len(os.sched_getaffinity(0)) < n
         self._post, self._try_wait = semaphores.library().post, semaphores.library().try_wait
 
     @classmethod
@@ -91,8 +89,7 @@ class Segment:
         while now() < deadline:
             if not try_wait(address):
                 return
-            if self._yields:
-                os.sched_yield()
+            os.sched_yield()  # to a peer on this processor: there may be fewer than ranks, or others' work on them
         while not semaphores.wait(address, _TICK_SECONDS):
             check([peer for peer, later in self._incoming[index:] if later == address or not self._has_come(later)])
 

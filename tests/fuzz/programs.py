@@ -93,7 +93,7 @@ def _reduce(draw: random.Random) -> Step:
 
 def _body(draw: random.Random, breaks: bool) -> list[list[Any]]:
     kinds = ["reduce", "reduce", "into", "list", "scale", "add", "temporary", *SPLITTING, "uneven", "broadcast"]
-    kinds += ["break", "reducing break", "broadcasting break"] * breaks
+    kinds += ["break", "reducing break", "broadcasting break"] * (3 * breaks)  # of few kinds, each step has to be often
     with_op = "reduce", "into", "list", "reducing break", *SPLITTING
     return [
         [kind, draw.choice(("sum", "max", "min", "avg")) if kind in with_op else draw.randint(1, 3)]

@@ -75,7 +75,7 @@ class Communicator(Collectives):
         options = Options.of(device, timeout, algorithm, backend, workspace)
         with startup.starting(given, options) as started:
             self._state = started.opened = CommunicatorState(self, options, started)
-            process.add(self._state)  # within the block: an interrupt behind it leaves what close_dropped() closes
+            process.add(self._state)  # within the block: an interrupt after it leaves what close_dropped() closes
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if is_logged(INFO):
@@ -169,7 +169,7 @@ class Communicator(Collectives):
         :param then: a :class:`Map`: an element-wise expression that each rank applies to its result. Not for lists.
         :param sms: the most blocks that exchange data, and so the most multiprocessors that wait for other ranks; the
             same on every rank. 8 suits calls of 1 MB and more beside matrix products. None: as many as are fastest
-            alone. Copies on the GPU before and behind the exchange are not limited. Host arrays and backend "nccl"
+            alone. Copies on the GPU before and after the exchange are not limited. Host arrays and backend "nccl"
             check the number and do not use it.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.

@@ -170,7 +170,7 @@ def shape_of(given: NormArguments, x: Any) -> NormShape:
 
 
 def _number(value: Any, name: str, least: float = -math.inf) -> float:
-    """The number, rounded to float32; 0 for -0, as Python takes calls for the same that differ in that."""
+    """The number, rounded to float32. -0 becomes 0, since Python takes the two for equal when it looks up a call."""
     if type(value) is bool or not issubclass(type(value), (int, float, np.floating, np.integer)):
         raise ArgumentError(f"{name} is {kind_of(value)}. Pass a number: float(it)")
     if type(value) is float:

@@ -76,7 +76,7 @@ class FastPath:
         """
         calls = self._calls
         try:
-            calls.lock.acquire()  # here, so that an interrupt behind it still releases the lock
+            calls.lock.acquire()  # here, so that an interrupt after it still releases the lock
             if calls.within or calls.nested:
                 call_lock.make_way(calls)
             if calls.unusable is not None:

@@ -207,7 +207,7 @@ class Graph:
     def add_eager(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` between two segments of this graph's recording, and again in each replay.
 
-        The segment ends before the function, and another one begins behind it. The function runs with real data, on the
+        The segment ends before the function, and another one begins after it. The function runs with real data, on the
         recording's stream and with the caller's allocator. A replay runs it on the stream of the
         replay. See :func:`ipcreduce.eager_break` for what it may return.
 

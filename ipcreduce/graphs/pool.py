@@ -90,7 +90,7 @@ class Slab:
 
 
 class _Hold:
-    """See :meth:`GraphPool.hold`."""
+    """An object that keeps memory of a pool allocated as long as it lives: :meth:`GraphPool.hold` makes it."""
 
 
 class GraphPool:

@@ -27,7 +27,7 @@ class Segment:
     """Each rank's place in the segment, and a handover among all.
 
     A rank's place has two parts of ``small_bytes``, used in turns, for small messages; an area of ``area_bytes`` for
-    chunks of larger ones; and room for the result of one share of a chunk. Behind the places lie semaphores, one for
+    chunks of larger ones; and room for the result of one share of a chunk. After the places lie semaphores, one for
     each ordered pair of ranks. They count the handovers that one has made and the other has not taken yet.
 
     One rank calls :meth:`create`, the others :meth:`open`.

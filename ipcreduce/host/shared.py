@@ -62,7 +62,7 @@ class SharedReducer(Backend):
             agreed = _nothing
 
     def _one_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
-        """Two parts in turns are enough: a peer hands over once more only after it has read the last ones."""
+        """Reduce all data on each rank. Two parts in turns suffice: a peer that hands over again has read the last."""
         dtype = source.dtype
         parts = self._parts.get(dtype)
         if parts is None:
@@ -76,7 +76,7 @@ class SharedReducer(Backend):
         reduce(views, op, target)
 
     def _two_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
-        """Each rank's area takes its data for the other ranks. Another place takes the result of its own share.
+        """Let each rank reduce its share. Its area has its data for the others, and another place the reduced share.
 
         One area is enough: after the second handover, all ranks have read the data. One place for results is enough:
         after the first handover of the next chunk, all ranks have read the results.
@@ -123,7 +123,7 @@ class SharedReducer(Backend):
                 part[:] = place[: part.size]
 
     def _scatter(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
-        """The target may be this rank's own source: of that a chunk is read before it is written."""
+        """Reduce this rank's part. The target may be its own source: of that a chunk is read before it is written."""
         rank, n, (target,) = self._rank, self._n, one.targets
         unit = n * target.itemsize
         for begin, length, places in self._turns(max(map(len, one.sources)) * unit, unit, check):
@@ -141,7 +141,7 @@ class SharedReducer(Backend):
     def _turns(self, nbytes: int, unit: int, check: Check) -> Iterator[tuple[int, int, list[Array]]]:
         """The chunks of a message: where it begins, its most bytes, and each rank's place for it.
 
-        There are two places in turns, as in :meth:`_one_shot`. Behind the last chunk of an area is a handover: the next
+        There are two places in turns, as in :meth:`_one_shot`. After the last chunk of an area is a handover: the next
         call may write to all of the area.
 
         :param unit: chunks are multiples of so many bytes.
@@ -169,7 +169,7 @@ def _nothing() -> None:
 
 
 def split_alone(one: SplitParts) -> None:
-    """Do what :meth:`SharedReducer.split` does where there is one rank."""
+    """Exchange the parts of an array where there is only one rank, as :meth:`SharedReducer.split` does for several."""
     ((source,), (target,)) = one.sources, one.targets
     if one.op:
         reduce([source], one.op, target)

@@ -84,7 +84,7 @@ class BulkStep:
         return at
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """See :class:`Step`."""
+        """The function to call, and its first argument, for a call that is repeated with these addresses."""
         return self.start, addresses
 
 
@@ -111,5 +111,5 @@ class BulkListStep:
         self._outward.start_parts((self._in_area, written), stream)
 
     def bound(self, places: Places) -> tuple[Start, Places]:
-        """See :class:`Step`."""
+        """The function to call, and its first argument, for a call that is repeated with these addresses."""
         return self.start, places

@@ -118,7 +118,7 @@ def make_plan(
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
     too_long = shape.hidden > (_LONG_HIDDEN if clusters and shape.rows <= _MANY_ROWS else _SHORT_HIDDEN)
-    # As for the plain all-reduce, because the norm costs the same behind both. Over 2 ranks very long rows, and long
+    # As for the plain all-reduce, because the norm costs the same after both. Over 2 ranks very long rows, and long
     # ones if they are many, go in two hops from 2 MB on, since then a block has fewer threads.
     most = 2 * MB if n == 2 and too_long else ONE_HOP_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")

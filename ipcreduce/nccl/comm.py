@@ -145,16 +145,16 @@ class NcclCommunicator:
         return job is not None and job.wait(seconds) and not self._closing  # NCCL may still free another communicator
 
     def suspend(self) -> None:
-        """See :func:`library.suspend`."""
+        """Let NCCL give its memory back. :raises CudaError: if that fails."""
         with using_relaxed(self._context):
             library.suspend(self._comm)
 
     def resume(self) -> None:
-        """See :func:`library.resume`."""
+        """Let NCCL get its memory again. It waits for all ranks. :raises CudaError: if that fails."""
         with using_relaxed(self._context):
             library.resume(self._comm)
 
     def problem(self) -> str | None:
-        """See :func:`library.problem`."""
+        """The error that NCCL has met; None if there is none, or if the communicator is closed."""
         with self._aborting:
             return None if self._comm is None else library.problem(self._comm)

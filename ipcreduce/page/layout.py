@@ -36,7 +36,7 @@ def rank_layout(n: int) -> np.dtype[Any]:
 
 
 def ranks_offset(n: int) -> int:
-    """Offset of the ranks' blocks: behind head and flight recorder."""
+    """Offset of the ranks' blocks: after head and flight recorder."""
     return head_bytes(n) + flight_recorder.nbytes(n)
 
 

@@ -152,7 +152,7 @@ class GroupRanks:
         self._group, self._allgather = group, allgather
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
-        """See :class:`exchange.Ranks`."""
+        """Begin to collect every rank's ``sent`` in ``received``, in another thread. Collective."""
         data, call = sent.tobytes(), _open.get(id(self._group))
         if call is None or call.data != data:
             call = _open[id(self._group)] = _Call(self._group, self._allgather, data, call)

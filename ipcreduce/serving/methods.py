@@ -60,7 +60,7 @@ class _Methods:
 
 
 class CommunicatorMethods(_Methods):
-    """Those of vLLM's CudaCommunicator. Version 0.26.0 has no ``reduce_scatterv_into_output``."""
+    """The collectives of vLLM's CudaCommunicator. Version 0.26.0 has no ``reduce_scatterv_into_output``."""
 
     pynccl_comm: Any
 
@@ -99,7 +99,7 @@ class CommunicatorMethods(_Methods):
 
 
 class VllmGroupMethods(_Methods):
-    """Those of vLLM's GroupCoordinator that do not call its communicator."""
+    """The collectives of vLLM's GroupCoordinator that do not call its communicator."""
 
     device_communicator: Any
 
@@ -114,7 +114,7 @@ class VllmGroupMethods(_Methods):
 
 
 class SGLangMethods(_Methods):
-    """Those of SGLang's GroupCoordinator.
+    """The collectives of SGLang's GroupCoordinator.
 
     The two with an underscore run within operators of SGLang. The others may be compiled: then they are SGLang's, and
     call those two.

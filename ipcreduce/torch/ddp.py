@@ -87,7 +87,7 @@ class Buckets:
         return future
 
     def _stream_beside(self, tensor: Any) -> Any:
-        """The stream of the all-reduces, behind the present work on the current stream, with the tensor's memory."""
+        """The stream of the all-reduces, after the present work on the current stream, with the tensor's memory."""
         cuda = torch.cuda
         if self._stream is None:  # of high priority, so that the all-reduces start between the backward pass's kernels
             self._stream = cuda.Stream(tensor.device, priority=-1)

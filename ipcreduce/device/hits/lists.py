@@ -41,7 +41,7 @@ class Members(NamedTuple):
 
 
 class _Layout:
-    """See :class:`Layout`.
+    """The readers of addresses, and the sizes of the members, by which these are checked. It is a :class:`Layout`.
 
     :ivar read: the addresses of a list, if it is of this form; else None. ``read_out``: those of its outputs.
     :ivar pack: the addresses of a list as the bytes of words.
@@ -132,7 +132,7 @@ class ListHits:
         self._of_length: dict[tuple[Any, int], Form | None] = {}
 
     def lookup(self, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
-        """A call on a list or a tuple of arrays, if it has a launch."""
+        """Look up a call on a list or a tuple of arrays. Returns its launch, or None, its result and its stream."""
         if not arrays:
             return MISS
         if out is arrays:
@@ -165,9 +165,9 @@ class ListHits:
         return MISS if current is None else (entry.bound, out, current)
 
     def _by_place(self, ends: _Ends | None, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
-        """Look a call up by its place: see :meth:`lookup`.
+        """Look up a call by the addresses of its arrays, when it is not found by the arrays. See :meth:`lookup`.
 
-        :param ends: by which it may be inserted.
+        :param ends: the key under which the call may be inserted.
         """
         cache, form = self._cache, self._of_length.get((op, len(arrays)))
         if form is None:
@@ -226,7 +226,7 @@ class ListHits:
         self, arrays: Sequence[Any], op: Any, results: Sequence[Any], prepared: Prepared,
         members: Callable[[], Members | None],
     ) -> tuple[Any, Form] | None:  # fmt: skip
-        """See :meth:`form_of`. ``op``: what has to be the same but for the arrays. ``members``: None for no form."""
+        """The key and the form of lists like this one; None for no form. ``op``: all arguments but arrays, in one."""
         key = _key(arrays, op) if type(arrays) in (list, tuple) else None  # lookup() takes no others
         if key is None:
             return None

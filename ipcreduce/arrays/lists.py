@@ -188,7 +188,7 @@ def check_apart(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 class _Place(NamedTuple):
-    """Where an array lies: its first address, and the one past its last.
+    """The place of an array in memory: its first address, and the one past its last.
 
     :ivar step: the distance between rows of the array, if other arrays may lie in the gaps between them; else 0.
     :ivar width: the bytes of such a row, without the gap.

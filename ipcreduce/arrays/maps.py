@@ -202,7 +202,7 @@ class MapCall(NamedTuple):
         return views.is_device(self.array)
 
     def check_streams(self) -> None:
-        """The stream is that of the array."""
+        """Do nothing: the call runs on the current stream of the array's library."""
 
     def for_device(self, site: Site) -> DeviceMap:
         """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""

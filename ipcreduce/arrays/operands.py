@@ -21,7 +21,7 @@ from . import views
 
 
 class Site(NamedTuple):
-    """Where a call on a GPU runs.
+    """The GPU, the stream and the allocator of a call.
 
     :ivar owner: the object that keeps the handle ``stream`` valid.
     :ivar device: the ordinal of the communicator's GPU.

@@ -31,7 +31,7 @@ class PlainCall(NamedTuple):
         return views.is_device(self.array)
 
     def check_streams(self) -> None:
-        """One array has one current stream."""
+        """Do nothing: one array has one current stream."""
 
     def for_device(self, site: Site) -> DevicePlain:
         """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""

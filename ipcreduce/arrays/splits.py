@@ -180,7 +180,7 @@ class Splitting(NamedTuple):
         return sizes[self.rank]
 
     def place(self, shape: Shape, rank: int) -> tuple[slice, ...]:
-        """Where a rank's part is in a whole array of this shape."""
+        """The index of a rank's part in a whole array of this shape."""
         _, axis, sizes, _ = self.split
         lengths = sizes or (shape[axis] // self.n,) * self.n
         begin = [*accumulate(lengths, initial=0)][rank]

@@ -45,7 +45,7 @@ class NormAddresses(NamedTuple):
 
     @property
     def between(self) -> int:
-        """Where the plain all-reduce of a pair leaves its sum for the norm."""
+        """The address at which the plain all-reduce of a pair leaves its sum for the norm."""
         return self.out or self.residual_out
 
 

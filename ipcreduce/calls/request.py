@@ -30,7 +30,7 @@ class Member(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -69,7 +69,7 @@ class NormShape:
 
     @property
     def scales_stride(self) -> int:
-        """From one column of scales to the next: so many elements, a multiple of 16 bytes, as DeepGEMM takes them."""
+        """The elements from one column of scales to the next: a multiple of 16 bytes, as DeepGEMM takes them."""
         return -(-self.rows // 4) * 4
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Moved(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 

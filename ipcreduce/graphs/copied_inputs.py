@@ -19,7 +19,7 @@ from .addresses import OWN, item, short
 
 
 class _Path(NamedTuple):
-    """The way to an object in the arguments. It becomes text only in messages, as that of a deep nest is long."""
+    """The path to an object in the arguments. It becomes text only in messages, as that of a deep nest is long."""
 
     above: _Path | None
     suffix: Callable[[Any], str]  # maps the key to its part of the text

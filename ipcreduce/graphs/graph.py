@@ -69,7 +69,7 @@ class Graph:
 
     @property
     def state(self) -> str:
-        """One word for what the graph can do now: see the class."""
+        """The state of the graph, in one word: see the class."""
         return self._resources.state if self._state == "staged" and self._resources is not None else self._state
 
     @property

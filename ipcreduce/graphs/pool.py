@@ -139,7 +139,7 @@ class GraphPool:
 
     @contextmanager
     def allocating(self, stream: Stream) -> Iterator[None]:
-        """In the block, make ``stream`` current and let this thread allocate from the pool. PyTorch gets its own pool.
+        """Make ``stream`` current, and let this thread allocate from the pool, in the block. PyTorch gets its own pool.
 
         PyTorch's pool lives as long as this pool has a user. Memory that PyTorch frees meanwhile serves only recordings
         in this pool.

@@ -75,7 +75,7 @@ class BulkStep:
         self._outward.run(stream)
 
     def _own_place(self, copy: Any, side: int, whole: bool) -> int:
-        """Where the exchange finds or puts this rank's chunk: in the program's array, or in the area."""
+        """The address of this rank's chunk for the exchange: in the program's array, or in the area."""
         at: int = copy[side]
         if whole or (at | self._nbytes) % PACKET_BYTES:
             copy[_COUNT] = 0

@@ -77,7 +77,7 @@ def _clusters_for(hidden: int) -> list[int]:
 
 @dataclass(frozen=True)
 class NormPlan:
-    """One launch. ``grid`` counts blocks, of which ``cluster`` have a row together; ``depth``: units a thread."""
+    """A fused launch. ``grid`` counts blocks, of which ``cluster`` share a row; ``depth``: units a thread."""
 
     kernel: str
     cluster: int

@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass
 class Plan:
-    """One launch. :ivar packets: by rank, those of its message."""
+    """One launch of gather.cu or scatter.cu. :ivar packets: by rank, the packets of its message."""
 
     packets: list[int]
     pieces: list[Piece] = field(default_factory=list)

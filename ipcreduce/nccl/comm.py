@@ -43,7 +43,7 @@ class NcclCommunicator:
         return self._comm is not None
 
     def use(self, comm: Any) -> None:
-        """From now on, use a communicator that :func:`library.join` has made."""
+        """Use a communicator that :func:`library.join` has made, from now on."""
         self._comm, self.validity = comm, Validity()
 
     def all_reduce(self, argument: tuple[int, int, int, int, int], stream: Stream) -> None:

@@ -175,7 +175,7 @@ class FlightRecorder:
         return bytes(found[0]).decode(errors="replace") if len(found) else "another call"
 
     def describe_both(self, rank: int, call: int) -> str:
-        """This rank's call of a number, and another's, for people."""
+        """The calls of this number of this rank and of another one, for people."""
         return by_rank({one: self.describe(one, call) for one in (self._rank, rank)})
 
 

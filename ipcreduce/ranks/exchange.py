@@ -129,7 +129,7 @@ class Request(Protocol):
 
 
 class Channel(Protocol):
-    """The way of the exchanges: MPI, another group of the program, or later the control page."""
+    """The channel of the exchanges: MPI, another group of the program, or later the control page."""
 
     rank: int
     size: int

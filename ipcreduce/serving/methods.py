@@ -31,7 +31,7 @@ def _joined(methods: type, theirs: type) -> type:
 
 
 def _found(reducer: Any) -> ServingAllReduce | None:
-    """The all-reduce, if it is ours now: servers take it away for a time, and when they end."""
+    """The all-reduce, if it is ipcreduce's now: servers take it away for a time, and when they end."""
     return reducer if isinstance(reducer, ServingAllReduce) else None
 
 
@@ -143,7 +143,7 @@ class SGLangMethods(_Methods):
 
     @_traced
     def reduce_scatter_tensor(self, output: Any, input: Any) -> None:
-        """Where SGLang is deterministic, its own is an all-reduce of a clone and a slice of that."""
+        """Sum, and keep this rank's part. Where SGLang is deterministic, it would reduce a clone and take a slice."""
         if torch.compiler.is_compiling() or self._scattered_flat(output, input) is None:
             super().reduce_scatter_tensor(output, input)  # type: ignore[misc]
 

@@ -249,7 +249,7 @@ class ListHits:
 
 
 def _key(arrays: Sequence[Any], op: Any) -> tuple[Any, ...] | None:
-    """By what a form of lists is found; None if its first and last array are not plain and of one library."""
+    """The key of a form of lists; None if the first and last array are not plain and of one library."""
     if not arrays:
         return None
     first, last = arrays[0], arrays[-1]

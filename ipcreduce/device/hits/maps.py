@@ -35,7 +35,7 @@ class _Layout:
     numbers: tuple[tuple[int, Callable[[Any], bytes]], ...]
 
     def words(self, places: Sequence[_Place | None], values: Sequence[Any]) -> tuple[int, ...] | None:
-        """By operand, the address of its array, or the bits of its number. None for a number out of range."""
+        """The word of each operand: its array's address, or its number's bits. None for a number out of range."""
         words = [0 if place is None else place[0] for place in places]
         try:
             for index, pack in self.numbers:

@@ -83,7 +83,7 @@ class Map:
         self._expression, self._host = expression, host
         self._operands = operands
         self._values = tuple(operands.values())
-        self._key = expression, tuple(operands), tuple(map(type, self._values))  # by which a call is looked up
+        self._key = expression, tuple(operands), tuple(map(type, self._values))  # the launch cache looks calls up by it
 
     @property
     def expression(self) -> str:

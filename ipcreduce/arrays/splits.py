@@ -76,7 +76,7 @@ class SplitArguments(NamedTuple):
     @property
     def outputs(self) -> Sequence[Any]:
         """The output of each array: None for a new one. :raises ArgumentError: see :func:`lists.outputs`."""
-        if self.collective == BROADCAST:  # whose out is its array
+        if self.collective == BROADCAST:  # the output of a broadcast is its array
             return self.arrays
         return lists.outputs(self.array, self.out) if self.is_list else [self.out]
 

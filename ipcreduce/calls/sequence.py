@@ -294,7 +294,7 @@ class CallSequence:
 
     def _recover(self) -> int:
         page = self.page
-        self.number += 1  # as in a call, by which the others may come to the meeting
+        self.number += 1  # the other ranks may come to the meeting by a call, which has a number
         self._right.spoil(self.number, self.number, True)  # the ranks meet, whether a fault is known yet or not
         try:
             fault = page.fault() if page.aborted else None

@@ -226,7 +226,7 @@ def stream_of(stream: Any = None) -> tuple[Stream, Any]:
         return stream.ptr, stream
     try:
         return _handle(stream), stream
-    except (IpcReduceError, MemoryError):  # as in reading(), which takes longer
+    except (IpcReduceError, MemoryError):  # reading() would pass the same errors on, but takes longer
         raise
     except Exception as error:
         raise unreadable("stream", stream, error) from error

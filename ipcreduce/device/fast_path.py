@@ -89,7 +89,7 @@ class FastPath:
                 if bound is None:
                     if calls.recording is None:
                         bound, result, current = (lookup or self.lookup)(array, op, out, stream)
-                else:  # as current_streams.stream_of()
+                else:  # current_streams.stream_of() does the same
                     current = cupy_runtime.get_current_stream().ptr
                     if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
                         current = torch_runtime.get_stream(self._device)

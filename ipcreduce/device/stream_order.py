@@ -47,7 +47,7 @@ from ..types import Event, Stream
 from .last_call import ALWAYS_IN_EVENT, BEHIND_CAPTURE, NOTHING, ON_STREAM, Last, State
 
 IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
-_MAX_CAPTURES = 1024  # that are remembered: nobody tells when one ends, and few are open at once
+_MAX_CAPTURES = 1024  # remembered captures: nobody tells when one ends, and few are open at once
 
 
 @dataclass
@@ -107,7 +107,7 @@ class StreamOrder:
         elif state is not ALWAYS_IN_EVENT:
             return None
         try:
-            if stream < 2:  # which captures nothing
+            if stream < 2:  # the default streams capture nothing
                 return state if cupy_runtime.current_context() == self._context else None
             return None if not looked and cupy_runtime.is_capturing(stream) else state
         except RuntimeError:  # CuPy's: no context, or a capture that has failed
@@ -142,7 +142,7 @@ class StreamOrder:
                 captured = self._follow_captured(capture, stream, recorded) if capture else None
                 records_end = captured is None and self._follow(stream, owner)
                 start(stream)
-            except BaseException:  # what came before the call still has its end
+            except BaseException:  # the calls before this one still have their end in the event
                 with suppress(CudaError):
                     in_event = self.last.in_event and self.last.stream == stream
                     self._ended(captured, records_end or (not capture and in_event), stream)

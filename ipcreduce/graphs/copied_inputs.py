@@ -65,7 +65,7 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
 
 def _check_apart(pairs: list[_Pair]) -> None:
     """Check that two arguments share memory exactly as at the recording. :raises ArgumentError: if not."""
-    open_ones: list[_Pair] = []  # that begin before the one at hand
+    open_ones: list[_Pair] = []  # pairs whose arrays begin before the present one
     for pair in sorted(pairs, key=lambda one: views.extent(one[2])[0]):
         name, here, there = pair
         if views.steps(here) != views.steps(there) and views.has_shared_elements(there):

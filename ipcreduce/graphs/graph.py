@@ -154,7 +154,7 @@ class Graph:
         self._state = "staged"
         assert self._resources is not None
         session.recorded(self, self._resources, recording.number)
-        with session.calls.leaving(session.calls.number + 1):  # in which the peers launch it
+        with session.calls.leaving(session.calls.number + 1):  # the peers launch the last segment in this call
             session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
@@ -237,7 +237,7 @@ class Graph:
             part = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
-                with current_streams.on_stream(recording.stream, self.pool.device):  # and the caller's allocators
+                with current_streams.on_stream(recording.stream, self.pool.device):  # with the caller's allocators, too
                     result = part.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self

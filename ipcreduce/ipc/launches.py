@@ -255,7 +255,7 @@ class Launches:
         return norm_plan.every_plan(shape, n, half_bytes, self.resident, self.sharing, self.kernels.programmatic)
 
     def _norm_limits(self) -> tuple[str | None, int, int, bool, norm_plan.NormTable]:
-        forced = None if self.algorithm == plan.BULK else self.algorithm  # which has no kernel with a norm
+        forced = None if self.algorithm == plan.BULK else self.algorithm  # bulk.cu has no kernel with a norm
         return forced, self.resident, self.sharing, self.kernels.programmatic, self.norm_table
 
     def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:

@@ -167,7 +167,7 @@ def variants(
     limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
     edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {EPOCH_SLOTS, *_ROWS}
     for name in [forced] if forced else [*ALGORITHMS]:
-        for rows in {1} | edges | {edge + 1 for edge in edges}:  # where the plan may change
+        for rows in {1} | edges | {edge + 1 for edge in edges}:  # the plan may change at these numbers
             one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
             plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
             if plan is not None:

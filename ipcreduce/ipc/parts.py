@@ -165,7 +165,7 @@ def _setter(words: memoryview, at: tuple[int, ...], before: tuple[int, ...], ste
     def set_addresses(addresses: Sequence[int]) -> None:
         words[read] = source = addresses[0] + of_source
         words[written] = target = addresses[1] + of_target
-        words[IN] = source | target | steps  # by which the kernel sees alignment
+        words[IN] = source | target | steps  # the kernel sees from these bits how all addresses are aligned
 
     return set_addresses
 

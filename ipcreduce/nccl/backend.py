@@ -34,7 +34,7 @@ _FREED_SECONDS = 1.0  # the wait in close() for NCCL to free a communicator
 _FREE_SECONDS = 10.0  # the same wait before a new communicator: NCCL also waits for the program's work on the device
 _SLICE_SECONDS = 0.05  # between two looks for lost ranks, while NCCL waits for the ranks
 _LONG_SECONDS = 3600.0
-_NOTICE_SECONDS = 1.0  # in which the watchdog notices the end of a rank
+_NOTICE_SECONDS = 1.0  # after so long the watchdog has noticed the end of a rank
 _WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # NCCL lacks int16; its low bits are the same
 
 

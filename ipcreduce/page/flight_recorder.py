@@ -43,7 +43,7 @@ class FlightRecorder:
         self.agreed: dict[int, memoryview] = {}  # by the keys in our table: a slot in which all ranks have that key
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
-        self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
+        self.recorded: list[Fingerprint | None] = [None] * RING  # the calls whose keys are in this rank's slots
         self.restarts = 0  # of our table of texts
         self.first = 1  # calls from here on are numbered without gaps: a resynchronisation leaves one
 

@@ -133,7 +133,7 @@ class Channel(Protocol):
 
     rank: int
     size: int
-    call: int  # in which the exchanges take place; 0 at start-up
+    call: int  # the call in which the exchanges take place; 0 at start-up
     silence: str  # the part of an error message for ranks that do not answer in time
     left: bool  # True once all ranks know that one has left start-up: no exchange follows
 

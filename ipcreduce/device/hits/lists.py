@@ -49,7 +49,7 @@ class _Layout:
 
     def __init__(self, read: _Read, read_out: _Read, members: Members) -> None:
         self.read, self.read_out, self._of = read, read_out, members
-        self.pack = Struct(f"{len(members.units)}P").pack  # as pointers, in half of the time of other numbers
+        self.pack = Struct(f"{len(members.units)}P").pack  # pointers are packed in half of the time of other numbers
         self._parts, self._wholes = (np.array(sizes, np.uint64) for sizes in (members.parts, members.wholes))
         self._places: Words = np.array(members.places or 0, np.uint64)
         self._largest, self._longest = max(members.units), max(members.wholes)

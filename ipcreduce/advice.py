@@ -23,7 +23,7 @@ _OPS = {  # a function's name, or that of another library's op, and the op that 
 
 
 def for_array(value: Any, what: str) -> str:
-    """The advice for a ``value`` that is no array. ``what`` is the argument: "array" or "out"."""
+    """The advice for a ``value`` that is not an array. ``what`` is the argument: "array" or "out"."""
     if _is_in_place(value):
         return _IN_PLACE
     if _is_mpi_datatype(value) or (isinstance(value, (list, tuple)) and any(map(_is_array, value))):

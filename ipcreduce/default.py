@@ -133,7 +133,7 @@ def allreduce(
 
 
 def _chosen(comm: Communicator | None, array: Any) -> Communicator:
-    """The communicator of a call on ``array``. :raises ArgumentError: if ``comm`` is no communicator."""
+    """The communicator of a call on ``array``. :raises ArgumentError: if ``comm`` is not a communicator."""
     if comm is None:
         return _default_for(array)
     if not issubclass(type(comm), Communicator):

@@ -57,7 +57,7 @@ def outputs(arrays: Members, out: Any) -> Members:
 def on_device(arrays: Members) -> bool | None:
     """True if all members lie on a GPU, False if all lie on the host, None for an empty list.
 
-    :raises ArgumentError: if a member is no array, or if some lie on a GPU and some on the host.
+    :raises ArgumentError: if a member is not an array, or if some lie on a GPU and some on the host.
     """
     places = []
     with reading("array", arrays):

@@ -91,7 +91,7 @@ def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
     """The stream of a call on a device array: its handle, and the object that keeps the handle valid.
 
     :param stream: None stands for PyTorch's current stream if ``array`` is a tensor, and else for CuPy's.
-    :raises ArgumentError: if ``stream`` is no stream.
+    :raises ArgumentError: if ``stream`` is not a stream.
     """
     if stream is None and not views.is_cupy(array) and torch_runtime.is_tensor(array):
         return torch_runtime.current_stream(array.get_device())

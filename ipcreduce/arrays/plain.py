@@ -27,7 +27,7 @@ class PlainCall(NamedTuple):
         return self.array
 
     def on_device(self) -> bool:
-        """True if it lies on a GPU. :raises ArgumentError: if it is no array."""
+        """True if it lies on a GPU. :raises ArgumentError: if it is not an array."""
         return views.is_device(self.array)
 
     def check_streams(self) -> None:

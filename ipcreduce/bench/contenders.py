@@ -41,7 +41,7 @@ class Contender(ABC):
     """An implementation of a collective."""
 
     name: str
-    own = False  # True for a part of ipcreduce, which is no peer
+    own = False  # True for a part of ipcreduce, which is not a peer
     gives = "all"  # the results that it computes: see is_right() of the messages
 
     @abstractmethod

@@ -156,7 +156,7 @@ class Request(NamedTuple):
         :class:`NormShape`.
     :ivar on_host: the arrays lie on the host.
     :ivar sms: the most blocks of a launch that exchanges data; None: as many as are fastest alone.
-    :ivar split: of a call that is no all-reduce.
+    :ivar split: of a call that is not an all-reduce.
     """
 
     op: str

@@ -98,7 +98,7 @@ def reader(arrays: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list
 
     Each array there has shape and dtype of the one here, and is :func:`plain`, but for an address of 0.
 
-    :returns: None instead of a function, if this is no list of plain arrays.
+    :returns: None instead of a function, if this is not a list of plain arrays.
     """
     kind, length = cupy.ndarray, len(arrays)
     if [*map(type, arrays)].count(kind) != length:

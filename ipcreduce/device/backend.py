@@ -177,7 +177,7 @@ class DeviceBackend(Backend):
     def resume(self, deadline: float) -> bool:
         """Get new memory in place of the old one. Every rank has prepared for it, and NCCL's wait for each other.
 
-        :returns: True if a graph of others was launched on this rank meanwhile.
+        :returns: True if a graph of another library was launched on this rank meanwhile.
         :raises IpcReduceError: if that fails.
         """
 

@@ -44,7 +44,7 @@ class FastPath:
     shapes, dtypes and op that came before.
 
     :ivar lookup: looks up a call on an array or a list, ``lookup_map`` one with an expression, ``lookup_norm`` one with
-        RMSNorm, and ``lookup_split`` one that is no all-reduce.
+        RMSNorm, and ``lookup_split`` one that is not an all-reduce.
     """
 
     def __init__(

@@ -135,7 +135,7 @@ def _pairs(new: Any, recorded: Any) -> Iterator[_Pair]:
 
 
 def _inside(path: _Path, new: Any, recorded: Any) -> list[_Pair] | None:
-    """The members of a container of the recording, each with the one in its place; None if it is no container."""
+    """The members of a container of the recording, each with the one in its place; None if it is not a container."""
     if type(recorded) in (list, tuple, dict):
         same = type(new) is type(recorded) and len(new) == len(recorded)
         if not same or (type(new) is dict and new.keys() != recorded.keys()):

@@ -24,7 +24,7 @@ def objects(nest: Any) -> Iterator[Any]:
 
 
 def rebuilt(nest: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A copy of a nest with ``leaf(one)`` in place of each object that is no list, tuple or dict.
+    """A copy of a nest with ``leaf(one)`` in place of each object that is not a list, tuple or dict.
 
     What is one object in the nest is one in the copy. A tuple is made after its members, and a list or dict empty at
     first: only through these can a nest contain itself.

@@ -67,7 +67,7 @@ def default_communicator() -> HasSession:
 def session_of(comm: HasSession | None) -> GraphSession:
     """The session of a communicator, or of the default communicator for None.
 
-    :raises ArgumentError: if ``comm`` is no communicator.
+    :raises ArgumentError: if ``comm`` is not a communicator.
     """
     comm = default_communicator() if comm is None else comm
     with reading("comm", comm):

@@ -131,7 +131,7 @@ class IpcBackend(DeviceBackend):
             virtual.hand_over(ranks, self._virtual(), deadline)
 
     def resume(self, deadline: float) -> bool:
-        """Map the new memory. True if a graph of others was launched meanwhile. :raises CudaError: if mapping fails."""
+        """Map the new memory. True if a foreign graph was launched meanwhile. :raises CudaError: if mapping fails."""
         with using_relaxed(self.context), uninterrupted():
             self._virtual().resume()
         return self._used

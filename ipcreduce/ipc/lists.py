@@ -86,7 +86,7 @@ def setter(plan: ListPlan, args: Words) -> Setter:
     """A function that sets the addresses of the launch's parts."""
     words, count = args.data, len(plan.members)
     ins, targets = (args[at : at + count].data.cast("B") for at in (ARG_WORDS, ARG_WORDS + plan.parts))
-    odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
+    odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is not a whole number of packets
 
     def set_parts(parts: Places) -> None:
         (read, read_bits), (written, written_bits) = parts

@@ -90,8 +90,8 @@ class VirtualWorkspace(Workspace):
     def suspend(self) -> None:
         """Give all memory back but one piece, in place of the epochs, and keep the addresses.
 
-        No kernel of this rank may be running. A kernel of a graph of others may come later. In the piece every epoch
-        is that of an abandoned wait. So the kernel neither waits nor sends, and touches nothing else of any workspace.
+        No kernel of this rank may be running. Another library's graph may launch one later. In the piece every epoch
+        is that of an abandoned wait. So that kernel neither waits nor sends, and touches nothing else of any workspace.
         """
         self._is_suspended = True
         self._own.swap(self._piece)

@@ -265,7 +265,7 @@ def step(ranks: Channel, deadline: float, what: str, *, waits: bool = False) -> 
 
     :param waits: the block waits for other ranks, so Ctrl-C ends it. Any other block ends before Ctrl-C raises.
     :raises Agreed: with the ranks' reasons. :raises IpcReduceError: if a rank leaves start-up: see :func:`allgather`.
-        An exception that is no IpcReduceError and no OSError is raised unchanged on its own rank.
+        An exception that is neither an IpcReduceError nor an OSError is raised unchanged on its own rank.
     """
     error: BaseException | None = None
     try:

@@ -53,7 +53,7 @@ def of(group: Any) -> exchange.Ranks:
     """The ranks of ``group``. No other rank is asked.
 
     :param group: None stands for MPI.COMM_WORLD, or for this process alone if there is neither MPI nor a launcher.
-    :raises ArgumentError: if it is no group, or if its rank is not between 0 and its size.
+    :raises ArgumentError: if it is not a group, or if its rank is not between 0 and its size.
     :raises UnsupportedError: if it is a group of MPI, and MPI cannot be used or does not know the launcher's ranks.
     """
     if group is None:

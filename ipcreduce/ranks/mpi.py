@@ -81,7 +81,7 @@ class MpiRanks:
     def of(cls, mpi: Any) -> MpiRanks:
         """The ranks of ``mpi``, a communicator of mpi4py.
 
-        :raises ArgumentError: if it is no intracommunicator, or COMM_NULL.
+        :raises ArgumentError: if it is COMM_NULL, or not an intracommunicator.
         :raises UnsupportedError: if MPI is not initialised, or finalised.
         """
         module = require()

@@ -60,10 +60,7 @@ class NormCall(NormArguments):
 
 
 class DeviceNorm:
-    """The device arrays of an all-reduce with RMSNorm, checked. It is a :class:`DeviceCall`.
-
-    :ivar results: the results that the caller gets, by the names of arguments.
-    """
+    """The device arrays of an all-reduce with RMSNorm, checked: a :class:`DeviceCall`. ``results``: by argument."""
 
     def __init__(self, given: NormArguments, site: Site) -> None:
         self._given, self._stream, self._device, self._ordered = given, site.stream, site.device, not site.recorded
@@ -166,10 +163,7 @@ class DeviceNorm:
         return views.empty(form, dtype, self._stream, self._device)
 
     def _new(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Any]:
-        """A new CuPy array, and the array of the library of x over its memory.
-
-        In a recording the memory belongs to the graph.
-        """
+        """A new CuPy array, and an array of x's library over its memory, which in a recording is the graph's."""
         x, is_tensor = self._given.x, self._is_tensor
         by_columns = name == "scales_out" and self._shape.column_major
         base_form = (form[-1], self._shape.scales_stride) if by_columns else form

@@ -171,10 +171,7 @@ class DeviceOperands:
 
 
 def new_result(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], site: Site) -> tuple[Any, Any]:
-    """A new CuPy array for the result, and an array of the library of ``array`` over the same memory.
-
-    In a recording the memory belongs to the graph.
-    """
+    """A new CuPy array, and an array of ``array``'s library over its memory, which in a recording is the graph's."""
     is_tensor = not views.is_cupy(array) and torch_runtime.is_tensor(array)
     if is_tensor and not site.recorded:
         result = torch_runtime.new_on(array, shape, dtype, site.stream)

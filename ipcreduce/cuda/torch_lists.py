@@ -74,7 +74,7 @@ def _trusted_guard(tensors: Sequence[Any]) -> Any:
 
 
 def _guard(tensors: Sequence[Any]) -> Any:
-    """A function: are these tensors like those in type, device, dtype, shape, strides, and all else but their memory?
+    """A function that tells if others are like these tensors: in type, dtype, shape, strides, all but their memory.
 
     torch.compile looks at its arguments by it. It takes a fifth of the time of :func:`_plain_list`.
     """

@@ -207,7 +207,7 @@ class GraphSession:
         return prepared if self.direct is None else self.direct.noted(prepared, call)
 
     def recorded(self, graph: Any, resources: Resources, number: int) -> None:
-        """Take a complete recording, call ``number``. Collective only where graphs are direct."""
+        """Take over a complete recording, which was call ``number``. Collective only where graphs are direct."""
         if self.direct is not None:
             self.direct.recorded.append((graph, resources))
             if not self._capturing:

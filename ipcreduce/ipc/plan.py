@@ -45,8 +45,8 @@ EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
 RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
 FUSED_DTYPES = "float16", "bfloat16"  # of kernels that also normalise rows
 BYTES = "bytes"  # the dtype of what is moved and not reduced
-# What has slots of its own, so that ranks that differ in it wait for each other's packets instead of reducing them. The
-# place of an entry is its code. Those of launches that are planned here come before those of norms (CODES_BYTES).
+# Each (dtype, op) here has slots of its own: ranks that differ in it wait for packets, and reduce no wrong ones. An
+# entry's index is its code. Those of launches that are planned here come before those of norms (CODES_BYTES).
 CODES = {
     of: code
     for code, of in enumerate(

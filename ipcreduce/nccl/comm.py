@@ -22,7 +22,7 @@ _ENQUEUE_SECONDS = 1.0  # how long an abort waits for a thread that is putting a
 class NcclCommunicator:
     """The current NCCL communicator of this rank. The program's threads use it, and the guard may abort it.
 
-    :ivar validity: of this communicator, which graphs hold that record its calls.
+    :ivar validity: the validity of this communicator's calls: graphs with such calls hold it.
     :ivar enqueuing: the call that is being put on a stream, else None. A first call may wait here for the ranks.
     """
 

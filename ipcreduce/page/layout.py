@@ -11,7 +11,7 @@ import numpy as np
 from . import flight_recorder
 from .records import record
 
-OFFER_BYTES = 136  # of a rank at a meeting
+OFFER_BYTES = 136  # for what a rank offers the others at a meeting
 CHUNK_BYTES = 1024  # of a rank's payload in one round
 ABORT_OFFSET = 0
 

@@ -26,7 +26,7 @@ _Read = Callable[[Sequence[Any]], list[int] | None]
 class Members(NamedTuple):
     """The arrays of a list, by member. In an all-reduce and a broadcast a part is the whole array.
 
-    :ivar units: of which addresses are multiples. :ivar parts: bytes of this rank's part. :ivar wholes: of all parts.
+    :ivar units: addresses are multiples of these. :ivar parts: bytes of this rank's part. :ivar wholes: of all parts.
     :ivar places: where this rank's part lies in the whole array; None for 0 in all of them.
     :ivar gathers: parts are read, and whole arrays are written. False: the other way round.
     :ivar shapes: of the results; None for those of the arrays.

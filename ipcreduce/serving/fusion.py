@@ -96,7 +96,7 @@ class _Norm(NamedTuple):
 
 
 def _norm(node: fx.Node) -> _Norm | None:
-    """The RMSNorm that a node is, or None. vLLM has the last form under VLLM_BATCH_INVARIANT, with its custom operator."""
+    """The RMSNorm that a node is, or None. vLLM has the last form under VLLM_BATCH_INVARIANT, with a custom one."""
     target = str(node.target)
     if target == "vllm_ir.fused_add_rms_norm.default":
         x, residual, weight, eps, *part = node.args

@@ -82,7 +82,7 @@ def ratio_table() -> str:
     """The range of each kind of ratio in the last figures, over 2 and over 4 GPUs."""
     kinds: dict[str, dict[str, list[float]]] = {}
     machines = {"2 × H200": "h200-x2", "4 × H200": "h200-x4", "2 × H100": "h100-x2"}
-    for machine, name in machines.items():
+    for machine, name in (*machines.items(), ("2 × H100", "long-h100-x2")):
         for row in read(f"figures-{name}")["rows"]:
             kind = _kind(row["what"])
             if kind:

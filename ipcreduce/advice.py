@@ -1,6 +1,6 @@
 """The last sentence of an error message about an array, an op or a dtype that a call cannot take: what to do.
 
-No function here prints, converts or reads an array: its text is long, and reading it from a GPU waits for the device.
+No function here prints, converts or reads an array: its text would be long, and reading it from a GPU would wait.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 _IN_PLACE = "In place is out=x, with the array itself: allreduce(x, out=x)"
 _ALONE = "Pass the array alone, which knows its dtype: allreduce(x, out=y)"
 _PROTOCOLS = "__dlpack__", "__cuda_array_interface__"
-_OPS = {  # the ops that functions, and other libraries' ops, of these names mean
+_OPS = {  # a function's name, or that of another library's op, and the op that is meant
     "add": "sum", "multiply": "prod", "minimum": "min", "maximum": "max", "average": "avg", "logical_or": "any",
     "logical_and": "all",
 }  # fmt: skip
 
 
 def for_array(value: Any, what: str) -> str:
-    """The advice for a ``value`` that is no array. ``what`` is the argument: "array" or "out"."""
+    """The advice for a ``value`` that is not an array. ``what`` is the argument: "array" or "out"."""
     if _is_in_place(value):
         return _IN_PLACE
     if _is_mpi_datatype(value) or (isinstance(value, (list, tuple)) and any(map(_is_array, value))):

@@ -67,7 +67,7 @@ class Collectives:
         self, array: Any, *, axis: int = 0, sizes: Sizes = None, out: Any = None, sms: int | None = None,
         stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Every rank's ``array``, one behind the other along ``axis``, in the order of the ranks.
+        """Every rank's ``array``, one after the other along ``axis``, in the order of the ranks.
 
         With 2 ranks and arrays of shape (3, 4), the result has shape (6, 4), and with ``axis=1`` shape (3, 8). Bytes
         are moved as they are, whatever they mean.

@@ -41,21 +41,21 @@ class Communicator(Collectives):
 
     :param group: an mpi4py intracommunicator; a ``torch.distributed`` process group; or any :class:`Group`, which has
         ``rank``, ``size`` and ``allgather(bytes)``. None for ``MPI.COMM_WORLD``; without an MPI library and without a
-        launcher that is this process alone. Only mpi4py's are used after start-up, to reduce host arrays where the
-        ranks share no memory. MPI is not initialised for the others.
+        launcher that is this process alone. After start-up only an mpi4py communicator is used, for host arrays of
+        ranks that share no memory. With the other groups MPI is not initialised.
     :param device: this rank's GPU: an ordinal or a library's device, such as ``torch.device("cuda", 1)`` or "cuda:1";
         "auto" for the local rank modulo the visible GPUs (it is made current); or None for CuPy's current device.
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.
-    :param algorithm: "one_shot" or "two_shot" forces one at every size, for tests; "direct" too, in registered graphs
-        (elsewhere that is "two_shot"). The same on every rank. NCCL takes no notice of it.
+    :param algorithm: "one_shot" or "two_shot" forces it at every size, for tests. "direct" lets recorded graphs
+        write into the peers' outputs, and is "two_shot" elsewhere. The same on every rank. NCCL ignores it.
     :param backend: "ipc", "nccl" or "host" forces the backend of device arrays; the same on every rank. None for the
-        first of them that can be.
+        first of them that works here.
     :param workspace: bytes of GPU memory of each rank through which backend "ipc" exchanges data, at least 1 MB; the
         same on every rank. None for ``IPCREDUCE_WORKSPACE_MB``. Messages that need more go in several launches.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
     :raises RankMismatchError: if the ranks do not have the same version of this package, with the same code.
     :raises UnsupportedError: if MPI is needed and not usable; if the ranks neither share /dev/shm nor reach each other
-        over TCP; or if the backend that was asked for cannot be used. If none was, missing GPUs are no error.
+        over TCP; or if the backend that was asked for cannot be used. If none was asked for, no GPU is no error.
     :raises PeerTimeoutError: if a rank does not come, or the group does not answer.
     :raises PeerLostError: if the group's ``allgather`` raises.
 
@@ -75,7 +75,7 @@ class Communicator(Collectives):
         options = Options.of(device, timeout, algorithm, backend, workspace)
         with startup.starting(given, options) as started:
             self._state = started.opened = CommunicatorState(self, options, started)
-            process.add(self._state)  # within the block: an interrupt behind it leaves what close_dropped() closes
+            process.add(self._state)  # within the block: an interrupt after it leaves what close_dropped() closes
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if is_logged(INFO):
@@ -169,7 +169,7 @@ class Communicator(Collectives):
         :param then: a :class:`Map`: an element-wise expression that each rank applies to its result. Not for lists.
         :param sms: the most blocks that exchange data, and so the most multiprocessors that wait for other ranks; the
             same on every rank. 8 suits calls of 1 MB and more beside matrix products. None: as many as are fastest
-            alone. Copies on the GPU before and behind the exchange are not limited. Host arrays and backend "nccl"
+            alone. Copies on the GPU before and after the exchange are not limited. Host arrays and backend "nccl"
             check the number and do not use it.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.
@@ -296,7 +296,7 @@ class Communicator(Collectives):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Put this around several recordings: with ``algorithm="direct"`` they are registered together, at its end.
+        """Surround several recordings: with ``algorithm="direct"`` their graphs are registered together, at the end.
 
         Every rank has to. Within the block, graphs are "staged" and can be replayed. If a rank's block raises, they
         stay staged. On a communicator without GPUs recordings in the block raise, and runners call their functions.

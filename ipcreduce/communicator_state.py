@@ -26,8 +26,8 @@ class CommunicatorState:
     """The parts of a communicator.
 
     :ivar owner: returns the communicator; None once the program has dropped it, or begun to close it.
-    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is the next one.
-    :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
+    :ivar backend: of device arrays. ``fast``: the fast path of repeated calls. Both are None without GPUs, and once the
+        communicator is closed. ``fast`` is None also if each call is waited for (``sync``).
     :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
     """
 
@@ -57,7 +57,7 @@ class CommunicatorState:
         return self.backend is not None and self.backend.order.shared
 
     def close(self, why: str = "") -> None:
-        """See :meth:`Communicator.close`, and :meth:`process.Closable.close`. Idempotent, also after an interrupt."""
+        """Close the communicator. Idempotent, also after an interrupt. The peers' errors name the reason ``why``."""
         if self not in process.live:
             return
         calls = self.calls
@@ -94,7 +94,7 @@ class CommunicatorState:
         process.live.remove(self)
 
     def forked(self) -> None:
-        """In a child process: nothing of the parent's may be touched or closed."""
+        """Forget everything in a forked child, which must not touch or close what its parent owns."""
         if self.watch is not None:
             self.watch.forked()
         self._let_go()

@@ -19,7 +19,7 @@ from .originals import RLock, identifier
 from .texts import kind_of
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
-_MAX_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and behind an error it closes
+_MAX_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and after an error it closes
 
 _default: Communicator | None = None
 _making = RLock()  # held while the default communicator is made, and not to find it
@@ -119,7 +119,7 @@ def allreduce(
     array: Any, op: Any = "sum", *more: Any, out: Any = None, then: Any = None, sms: Any = None,
     comm: Communicator | None = None, stream: Any = None,
 ) -> Any:  # fmt: skip
-    """All-reduce an array, a number or a list of arrays: see :meth:`Communicator.allreduce`.
+    """Reduce an array, a number or a list of arrays over all ranks. See :meth:`Communicator.allreduce`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     """
@@ -133,7 +133,7 @@ def allreduce(
 
 
 def _chosen(comm: Communicator | None, array: Any) -> Communicator:
-    """The communicator of a call on ``array``. :raises ArgumentError: if ``comm`` is none."""
+    """The communicator of a call on ``array``. :raises ArgumentError: if ``comm`` is not a communicator."""
     if comm is None:
         return _default_for(array)
     if not issubclass(type(comm), Communicator):
@@ -158,7 +158,7 @@ def allreduce_rmsnorm(
 def allreduce_rmsnorm(
     x: Any, weight: Any, eps: float = 1e-6, *, comm: Communicator | None = None, **further: Any
 ) -> tuple[Any, ...]:
-    """All-reduce an array, add a residual and normalise the rows: see :meth:`Communicator.allreduce_rmsnorm`.
+    """Sum ``x`` over all ranks, add a residual, and normalise the rows. See :meth:`Communicator.allreduce_rmsnorm`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     :param further: the other arguments of that method.
@@ -168,7 +168,7 @@ def allreduce_rmsnorm(
 
 
 def allgather(array: Any, *, comm: Communicator | None = None, **further: Any) -> Any:
-    """Gather every rank's array, a number or a list of arrays: see :meth:`Communicator.allgather`.
+    """Put every rank's array one after the other along ``axis``, on every rank. See :meth:`Communicator.allgather`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     :param further: the other arguments of that method.
@@ -177,7 +177,7 @@ def allgather(array: Any, *, comm: Communicator | None = None, **further: Any) -
 
 
 def reduce_scatter(array: Any, op: Op = "sum", *, comm: Communicator | None = None, **further: Any) -> Any:
-    """Reduce an array or a list of arrays, and keep this rank's part: see :meth:`Communicator.reduce_scatter`.
+    """Reduce an array over all ranks, and return this rank's part of it. See :meth:`Communicator.reduce_scatter`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     :param further: the other arguments of that method.
@@ -186,7 +186,7 @@ def reduce_scatter(array: Any, op: Op = "sum", *, comm: Communicator | None = No
 
 
 def broadcast(array: Any, root: int = 0, *, comm: Communicator | None = None, **further: Any) -> Any:
-    """Give every rank the values of rank ``root``, in place: see :meth:`Communicator.broadcast`.
+    """Copy the values of rank ``root`` into the array of every rank. See :meth:`Communicator.broadcast`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     :param further: the other arguments of that method.

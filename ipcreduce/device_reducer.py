@@ -58,7 +58,7 @@ class DeviceReducer:
         return used.result
 
     def _site(self, backend: DeviceBackend, first: Any, stream: Any) -> Site:
-        """:raises ArgumentError: if ``stream`` is no stream."""
+        """:raises ArgumentError: if ``stream`` is not a stream."""
         recording = self._calls.recording
         handle, owner = operands.stream_of(first, stream)
         recorded = recording is not None and recording.captures(handle)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from .errors import UnsupportedError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_ONE, _LITTLE, _TINY, _ZERO = 1.0, 2.0**-55, 5e-324, 0.0  # names, as Python adds literals beforehand
+_ONE, _LITTLE, _TINY, _ZERO = 1.0, 2.0**-55, 5e-324, 0.0  # variables, since Python would add literals when it compiles
 _DEFAULT = ctypes.c_void_p(-1)  # FE_DFL_ENV of the C libraries
 _BYTES = 256  # more than a fenv_t has
 

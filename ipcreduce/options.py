@@ -136,7 +136,7 @@ def _device(given: Any) -> Any:
 def workspace_bytes(given: Any = None) -> int:
     """The bytes of a rank's workspace: ``given``, or ``IPCREDUCE_WORKSPACE_MB``, or 128 MB.
 
-    :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or if the variable is no whole number.
+    :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or if the variable is not a whole number.
     """
     if given is not None:
         if not _is_ordinal(given) or not _MB <= given <= _MAX_MB * _MB:
@@ -172,7 +172,7 @@ def is_on(variable: str) -> bool:
 
 
 def checked_sms(sms: Any) -> int:
-    """The argument ``sms`` of a call. :raises ArgumentError: if it is no int from 1 on."""
+    """The argument ``sms`` of a call. :raises ArgumentError: if it is not an int from 1 on."""
     with reading("sms", sms):
         if not _is_ordinal(sms) or not 1 <= sms < 1 << 31:
             raise ArgumentError(

@@ -53,12 +53,12 @@ _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, if start-up f
 class Started:
     """The parts of a communicator that start-up has made, the same ones on every rank.
 
-    :ivar ranks: joined. :ivar page: the control page; until start-up has made it, one that no other process has.
+    :ivar ranks: they have joined. :ivar page: the control page; before start-up has made it, one of this process only.
     :ivar shared: reduces host arrays; None if MPI has to, where there is one.
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl" and "shm" (host arrays through shared memory)
         that was tried and is not used.
     :ivar warnings: what to warn of, once all is made.
-    :ivar opened: what the block has made of these parts, and given to the process.
+    :ivar opened: the communicator's state that the block has made of these parts, and registered with the process.
     """
 
     ranks: Ranks

@@ -1,7 +1,7 @@
 """The ranks give the memory of their workspaces back, and get new memory at the same addresses: suspend() and resume().
 
-Each is one call of the communicator. What may fail for want of something, such as memory or descriptors, comes first,
-and the ranks vote on it: then all go on, or nothing has changed. An error behind the votes loses the communicator on
+Each is one call of the communicator. Steps that can fail, such as allocating memory or opening descriptors, run first,
+and the ranks vote on it: then all go on, or nothing has changed. An error after the votes loses the communicator on
 every rank.
 While it is suspended, its sequence of calls is unusable. So calls and replays raise at once, and no rank tells another.
 """
@@ -59,13 +59,13 @@ class Suspension:
         return self._error is not None and self._calls.unusable is self._error
 
     def suspend(self, pools: bool, timeout: float | None) -> None:
-        """See :meth:`ipcreduce.Communicator.suspend`."""
+        """Give the workspace's memory back, and with ``pools`` that of graphs: see :meth:`Communicator.suspend`."""
         with self._calls.lock:
             if not self.is_on:
                 call_lock.make(self._calls, self._suspend, pools, timeout)
 
     def resume(self) -> None:
-        """See :meth:`ipcreduce.Communicator.resume`."""
+        """Get new memory, at the same addresses: see :meth:`Communicator.resume`."""
         calls = self._calls
         with calls.lock:
             if calls.unusable is not self._error:

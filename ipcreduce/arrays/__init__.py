@@ -1,1 +1,1 @@
-"""The arrays that programs pass, of every library, as the arrays that kernels and NumPy can reduce."""
+"""Arrays of every library, checked and turned into the arrays that the kernels and NumPy can reduce."""

@@ -33,21 +33,21 @@ class Output:
 
 
 class NormCall(NormArguments):
-    """The arguments of ``allreduce_rmsnorm``, as they are given."""
+    """The arguments of ``allreduce_rmsnorm``, as the program gave them."""
 
     __slots__ = ()
 
     @property
     def first(self) -> Any:
-        """The array of whose library the current stream is."""
+        """The array whose library decides the current stream."""
         return self.x
 
     def on_device(self) -> bool:
-        """True if all arrays lie on a GPU. See :func:`norms.on_device`."""
+        """True if all arrays lie on a GPU, False if all lie on the host. :func:`norms.on_device` has the errors."""
         return norms.on_device(self)
 
     def check_streams(self) -> None:
-        """See :func:`lists.check_streams`."""
+        """Check that the arrays' libraries have one current stream. :raises ArgumentError: if not."""
         check_streams([*self.arrays().values()], "the arguments are")
 
     def for_device(self, site: Site) -> DeviceNorm:
@@ -60,10 +60,7 @@ class NormCall(NormArguments):
 
 
 class DeviceNorm:
-    """See :class:`DeviceCall`.
-
-    :ivar results: those that the caller gets, by the names of arguments.
-    """
+    """The device arrays of an all-reduce with RMSNorm, checked: a :class:`DeviceCall`. ``results``: by argument."""
 
     def __init__(self, given: NormArguments, site: Site) -> None:
         self._given, self._stream, self._device, self._ordered = given, site.stream, site.device, not site.recorded
@@ -98,11 +95,11 @@ class DeviceNorm:
 
     @property
     def request(self) -> Request:
-        """See :class:`DeviceCall`."""
+        """The call as the ranks compare it."""
         return request.with_norm(self._form, self._shape)
 
     def place(self, prepared: PreparedCall) -> NormAddresses:
-        """See :class:`DeviceCall`."""
+        """Make the results and copies that are still missing. Returns the addresses of all arrays."""
         with self._site.allocating():
             return self._place(prepared)
 
@@ -166,10 +163,7 @@ class DeviceNorm:
         return views.empty(form, dtype, self._stream, self._device)
 
     def _new(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Any]:
-        """A new CuPy array, and the array of the library of x over its memory.
-
-        In a recording the memory belongs to the graph.
-        """
+        """A new CuPy array, and an array of x's library over its memory, which in a recording is the graph's."""
         x, is_tensor = self._given.x, self._is_tensor
         by_columns = name == "scales_out" and self._shape.column_major
         base_form = (form[-1], self._shape.scales_stride) if by_columns else form

@@ -18,14 +18,14 @@ from .splits import BROADCAST, GATHER, SplitArguments, Splitting, check_output, 
 
 
 class _Copied(NamedTuple):
-    """See :class:`Output`."""
+    """An array that kernels write, ``destination``, and the array into which the caller then copies it, ``target``."""
 
     target: Any
     destination: Any
 
 
 class DeviceSplit:
-    """See :class:`DeviceCall`."""
+    """The device arrays of an all-gather, reduce-scatter or broadcast, checked. It is a :class:`DeviceCall`."""
 
     def __init__(self, given: SplitArguments, site: Site) -> None:
         self._call, self._site = given, site
@@ -43,7 +43,7 @@ class DeviceSplit:
 
     @property
     def request(self) -> Request:
-        """See :class:`DeviceCall`."""
+        """The call as the ranks compare it. :raises ArgumentError: if dtype or op is wrong."""
         given, members = self._call, []
         op = op_name(given.op) if given.reduces else ""
         for index, one in enumerate(self._arrays):
@@ -53,7 +53,7 @@ class DeviceSplit:
         return Request(op, tuple(members), is_list=given.is_list, sms=given.sms, split=self._split)
 
     def place(self, prepared: PreparedCall) -> tuple[Any, Any]:
-        """See :class:`DeviceCall`."""
+        """Make the copies that kernels need. Returns the addresses of sources and destinations."""
         for one, wire_dtype in zip(self._arrays, prepared.wire_dtypes, strict=True):
             one.settle(wire_dtype, prepared.packed)
         if not self._call.is_list:
@@ -63,25 +63,25 @@ class DeviceSplit:
 
     @property
     def held(self) -> Iterator[Any]:
-        """See :class:`DeviceCall`."""
+        """The arrays that a recording has to keep, copies among them."""
         for one in self._arrays:
             yield from (one.source, one.destination, one.target)
 
     @property
     def written(self) -> Sequence[_Copied]:
-        """See :class:`DeviceCall`."""
+        """The arrays that kernels write, each with the array into which it is copied then."""
         return [*chain.from_iterable(one.copies() for one in self._arrays)]
 
     @property
     def result(self) -> Any:
-        """See :class:`DeviceCall`."""
+        """The array, or the list of arrays, that the call returns."""
         if not self._call.is_list:
             return self._arrays[0].result
         return [one.result for one in self._arrays] if self._call.out is None else self._call.out
 
 
 class _Array:
-    """One array of a call, and its output: see :class:`DeviceOperands`.
+    """One array of a call, and its output, as :class:`DeviceOperands` has them for an all-reduce.
 
     :ivar whole: the shape of the whole array. :ivar result: what the call returns for it.
     """
@@ -139,7 +139,7 @@ class _Array:
     def settle(self, wire_dtype: Any, packed: bool) -> None:
         """Make the copies that kernels need: contiguous ones, of dtype ``wire_dtype`` if one is given.
 
-        :param packed: the parts lie one behind the other, in place of their rows.
+        :param packed: the parts lie one after the other, in place of their rows.
         """
         site, gathers = self._site, self._call.collective == GATHER
         self._packed = packed and self.splitting.split.rows(self.whole, 1, self.splitting.n).rows > 1
@@ -163,7 +163,7 @@ class _Array:
         return packed
 
     def _parts(self, packed: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
-        """The part of each rank in an array where they lie one behind the other, and in the whole array."""
+        """The part of each rank in an array where they lie one after the other, and in the whole array."""
         flat, begin = packed.reshape(-1), 0
         for rank in range(self.splitting.n):
             place = whole[self.splitting.place(self.whole, rank)]
@@ -180,16 +180,16 @@ class _Array:
 
     @property
     def source_address(self) -> int:
-        """Where kernels read."""
+        """The address from which kernels read."""
         return views.pointer(self.source)
 
     @property
     def destination_address(self) -> int:
-        """Where kernels write."""
+        """The address to which kernels write."""
         return views.pointer(self.destination)
 
     def copies(self) -> Iterator[_Copied]:
-        """The copies to make behind the kernels, to where the result belongs."""
+        """The copies from where kernels write to where the result belongs. They run after the kernels."""
         if self._packed and self._call.collective == GATHER:
             yield from (_Copied(place, part) for part, place in self._parts(self.destination, self.target))
         elif not (self._call.collective == BROADCAST and self._call.rank == self.splitting.split.root):

@@ -18,7 +18,7 @@ from .rmsnorm import normalise
 
 
 class HostNorm:
-    """See :class:`HostCall`. Nothing is written before :meth:`result`."""
+    """The host arrays of an all-reduce with RMSNorm, checked. Nothing is written before :meth:`result`."""
 
     def __init__(self, given: NormArguments) -> None:
         self._given = given
@@ -33,11 +33,11 @@ class HostNorm:
         self.request = request.with_norm(self._source.shape, self._shape, on_host=True)
 
     def parts(self) -> list[Part]:
-        """See :class:`HostCall`."""
+        """The one all-reduce to make. Its sum goes into a new array, which is normalised then."""
         return [(self._source, "sum", None)]
 
     def result(self, reduced: Sequence[Array]) -> Any:
-        """See :class:`HostCall`."""
+        """The tuple that the call returns, made of the sum."""
         residual = self._arrays.get("residual")
         rows = None if residual is None else self._as_rows(residual)
         weight, scale = self._arrays["weight"], self._arrays.get("scale")

@@ -33,7 +33,7 @@ class HostCall(Protocol):
     def request(self) -> Request: ...
 
     def parts(self) -> Iterable[Part]:
-        """The all-reduces to make, one behind the other."""
+        """The all-reduces to make, one after the other."""
 
     def result(self, reduced: Sequence[Array]) -> Any:
         """The call's result. ``reduced``: the result of each part, in the part's third member if that is not None."""

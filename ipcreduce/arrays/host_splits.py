@@ -20,7 +20,7 @@ from .splits import BROADCAST, GATHER, SCATTER, SplitArguments, Splitting, check
 
 
 class HostSplit:
-    """See :class:`HostCall`."""
+    """The host arrays of an all-gather, reduce-scatter or broadcast, and their outputs, checked."""
 
     def __init__(self, given: SplitArguments) -> None:
         self._call, splitting = given, given.checked()

@@ -57,7 +57,7 @@ def outputs(arrays: Members, out: Any) -> Members:
 def on_device(arrays: Members) -> bool | None:
     """True if all members lie on a GPU, False if all lie on the host, None for an empty list.
 
-    :raises ArgumentError: if a member is no array, or if some lie on a GPU and some on the host.
+    :raises ArgumentError: if a member is not an array, or if some lie on a GPU and some on the host.
     """
     places = []
     with reading("array", arrays):
@@ -100,7 +100,7 @@ def check_streams(arrays: Members, which: str = "the list has") -> None:
 
 
 class ListCall(NamedTuple):
-    """The arguments of ``allreduce(arrays, op, out=out)``, as they are given."""
+    """The arguments of ``allreduce(arrays, op, out=out)``, as the program gave them."""
 
     arrays: Members
     op: Any
@@ -109,15 +109,15 @@ class ListCall(NamedTuple):
 
     @property
     def first(self) -> Any:
-        """The array of whose library the current stream is."""
+        """The array whose library decides the current stream; None for an empty list."""
         return next(iter(self.arrays), None)
 
     def on_device(self) -> bool | None:
-        """True if all members lie on a GPU. See :func:`on_device`."""
+        """True if all members lie on a GPU, False if all lie on the host, None for an empty list."""
         return on_device(self.arrays)
 
     def check_streams(self) -> None:
-        """See :func:`check_streams`."""
+        """Check that the members' libraries have one current stream. :raises ArgumentError: if not."""
         check_streams(self.arrays)
 
     def for_device(self, site: Site) -> DeviceList:
@@ -130,7 +130,7 @@ class ListCall(NamedTuple):
 
 
 class DeviceList:
-    """See :class:`DeviceCall`."""
+    """The device arrays of an all-reduce of a list, and their outputs, checked. It is a :class:`DeviceCall`."""
 
     def __init__(self, given: ListCall, site: Site) -> None:
         arrays, self._op, self._out, self._sms = given
@@ -144,16 +144,16 @@ class DeviceList:
 
     @property
     def request(self) -> Request:
-        """See :class:`DeviceCall`."""
+        """The call as the ranks compare it. :raises ArgumentError: if a dtype or op is wrong."""
         sources = [used.source for used in self.written]
         if not sources or type(self._op) is not str:
-            op_name(self._op)  # an op that is none is no fault of a member
+            op_name(self._op)  # a wrong op is no fault of any member
         kinds = [kind for kind, _ in list_kinds([source.dtype for source in sources], self._op)]
         members = tuple(Member(source.shape, kind) for source, kind in zip(sources, kinds, strict=True))
         return Request(op_name(self._op), members, is_list=True, sms=self._sms)
 
     def place(self, prepared: PreparedCall) -> tuple[Any, Any]:
-        """See :class:`DeviceCall`."""
+        """Make the copies that kernels need. Returns the addresses of all sources and of all destinations."""
         for used, wire_dtype in zip(self.written, prepared.wire_dtypes, strict=True):
             used.convert(wire_dtype)
         sources = addresses_of([used.source_address for used in self.written])
@@ -161,12 +161,12 @@ class DeviceList:
 
     @property
     def held(self) -> Iterable[Any]:
-        """See :class:`DeviceCall`."""
+        """The arrays that a recording has to keep."""
         return chain.from_iterable(used.held for used in self.written)
 
     @property
     def result(self) -> Any:
-        """See :class:`DeviceCall`."""
+        """The list that the call returns."""
         return [used.result for used in self.written] if self._out is None else self._out
 
 
@@ -188,10 +188,10 @@ def check_apart(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 class _Place(NamedTuple):
-    """Where an array lies: its first address, and the one past its last.
+    """The place of an array in memory: its first address, and the one past its last.
 
-    :ivar step: the distance of its rows, or so, if these leave gaps of which other arrays may make use; else 0.
-    :ivar width: the bytes of such a row.
+    :ivar step: the distance between rows of the array, if other arrays may lie in the gaps between them; else 0.
+    :ivar width: the bytes of such a row, without the gap.
     """
 
     first: int
@@ -214,7 +214,7 @@ class _Place(NamedTuple):
 
     @property
     def phases(self) -> Iterator[tuple[int, int, _Place]]:
-        """The part of a step that its rows take, which may go on at the step's beginning."""
+        """The bytes of a step that the rows take, as one or two ranges: a row may wrap around the step's end."""
         begin = self.first % self.step
         yield begin, min(begin + self.width, self.step), self
         if begin + self.width > self.step:
@@ -222,7 +222,7 @@ class _Place(NamedTuple):
 
 
 def _clusters(places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    """The places, but for empty ones, in groups between which there is no common address."""
+    """Put the places that are not empty into groups. Places of two different groups share no address."""
     cluster: list[_Place] = []
     end = 0
     for place in sorted(places, key=attrgetter("first", "past")):
@@ -236,7 +236,7 @@ def _clusters(places: Sequence[_Place]) -> Iterator[list[_Place]]:
 
 
 def _close_pairs(cluster: list[_Place]) -> Iterator[tuple[_Place, _Place]]:
-    """The pairs that may have a byte in common. Two columns of a matrix are none, though their ranges overlap."""
+    """The pairs that may have a byte in common. Two columns of a matrix have none, though their ranges overlap."""
     by_step: dict[int, list[_Place]] = {}
     for place in cluster:
         by_step.setdefault(place.step, []).append(place)
@@ -251,7 +251,7 @@ def _span(place: _Place) -> tuple[int, int, _Place]:
 
 
 def _overlapping(spans: Iterable[tuple[int, int, _Place]]) -> Iterator[tuple[_Place, _Place]]:
-    open_ones: list[tuple[int, int, _Place]] = []  # that may reach beyond the beginning of the one at hand
+    open_ones: list[tuple[int, int, _Place]] = []  # spans that end after the present one begins
     for span in sorted(spans, key=itemgetter(0, 1)):
         open_ones = [other for other in open_ones if other[1] > span[0]]
         yield from ((other[2], span[2]) for other in open_ones)
@@ -267,7 +267,7 @@ def _sharing(output: tuple[bool, int], other: tuple[bool, int]) -> str:
 
 
 class HostList:
-    """See :class:`HostCall`. The members of one dtype are copied behind each other, and reduced together."""
+    """The host arrays of a list. Those of one dtype are copied one after the other, and reduced as one array."""
 
     def __init__(self, given: ListCall) -> None:
         arrays, op, self._out, sms = given
@@ -284,14 +284,14 @@ class HostList:
             self._groups.setdefault((used.source.dtype, used.op), []).append(used)
 
     def parts(self) -> Iterator[Part]:
-        """See :class:`HostCall`."""
+        """The all-reduces to make: one for each dtype and op. An empty list has one of no elements."""
         for (_, op), members in self._groups.items():
             yield np.concatenate([used.source.reshape(-1) for used in members]), op, None
         if not self._groups:  # the call waits for the other ranks, too
             yield np.empty(0, np.uint8), "sum", None
 
     def result(self, reduced: Sequence[Array]) -> Any:
-        """See :class:`HostCall`."""
+        """The list that the call returns, made of the reduced arrays."""
         results: dict[HostOperands, Any] = {}
         for flat, members in zip(reduced, self._groups.values(), strict=False):
             for used, end in zip(members, accumulate(used.source.size for used in members), strict=True):

@@ -1,4 +1,4 @@
-"""Where device arrays lie, of every library, read without copy or CUDA call."""
+"""The addresses of device arrays of every library, read without a copy and without a CUDA call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's element-wise expression behind an all-reduce: its description, and its operands in a call.
+"""A user's element-wise expression after an all-reduce: its description, and its operands in a call.
 
 The error messages here name neither rank nor call: the communicator adds both.
 """
@@ -83,7 +83,7 @@ class Map:
         self._expression, self._host = expression, host
         self._operands = operands
         self._values = tuple(operands.values())
-        self._key = expression, tuple(operands), tuple(map(type, self._values))  # by which a call is looked up
+        self._key = expression, tuple(operands), tuple(map(type, self._values))  # the launch cache looks calls up by it
 
     @property
     def expression(self) -> str:
@@ -92,7 +92,7 @@ class Map:
 
     @property
     def host(self) -> Callable[..., Any] | None:
-        """The same for NumPy arrays, or None."""
+        """The function for NumPy arrays, or None."""
         return self._host
 
     @property
@@ -134,7 +134,7 @@ def _check_dtype(kind: str) -> None:
 
 
 def _extent(name: str, shape: tuple[int, ...], of: tuple[int, ...]) -> str:
-    """The kind of an array among the operands. :raises ArgumentError: if its shape is of neither kind."""
+    """The kind of an operand: "full" (shape ``of``) or "row" (last axis of it). :raises ArgumentError: if neither."""
     if shape == of:
         return "full"
     if of and shape == of[-1:]:
@@ -193,7 +193,7 @@ class MapCall(NamedTuple):
 
     @property
     def first(self) -> Any:
-        """The array of whose library the current stream is."""
+        """The array whose library decides the current stream."""
         return self.array
 
     def on_device(self) -> bool:
@@ -202,7 +202,7 @@ class MapCall(NamedTuple):
         return views.is_device(self.array)
 
     def check_streams(self) -> None:
-        """The stream is that of the array."""
+        """Do nothing: the call runs on the current stream of the array's library."""
 
     def for_device(self, site: Site) -> DeviceMap:
         """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
@@ -214,7 +214,7 @@ class MapCall(NamedTuple):
 
 
 class DeviceMap:
-    """See :class:`DeviceCall`."""
+    """The device arrays of an all-reduce with an expression, checked. It is a :class:`DeviceCall`."""
 
     def __init__(self, given: MapCall, site: Site) -> None:
         self._used, self._op, then = DeviceOperands.of(given.array, given.out, site), given.op, given.then
@@ -249,18 +249,18 @@ class DeviceMap:
 
     @property
     def request(self) -> Request:
-        """See :class:`DeviceCall`."""
+        """The call as the ranks compare it. :raises ArgumentError: if dtype or op is wrong."""
         source = self._used.source
         op = op_name(self._op, source.dtype)
         return Request(op, (Member(source.shape, kind_name(source.dtype, op)),), self._expression, sms=self._sms)
 
     def place(self, prepared: PreparedCall) -> MapAddresses:
-        """See :class:`DeviceCall`."""
+        """Make the copies that kernels need. Returns the addresses of arrays, and the numbers."""
         used, site, wire_dtype = self._used, self._used.site, prepared.wire_dtypes[0]
         source, reduced, between = used.source_address, used.destination_address, used.destination_address
         with site.allocating():
             if prepared.hands_on and any(views.overlap(one, used.destination) for one in self._arrays):
-                # They are read behind the all-reduce.
+                # The all-reduce must not overwrite operands that are read after it: its result goes into a new array.
                 self._made.append(views.empty(used.source.shape, used.source.dtype, site.stream, site.device))
                 reduced = between = views.pointer(self._made[0])
             if wire_dtype is not None:
@@ -270,12 +270,12 @@ class DeviceMap:
 
     @property
     def held(self) -> Iterable[Any]:
-        """See :class:`DeviceCall`."""
+        """The arrays that a recording has to keep: operands and copies, too."""
         return *self._used.held, *self._arrays, *self._made
 
     @property
     def result(self) -> Any:
-        """See :class:`DeviceCall`."""
+        """The array that the call returns."""
         return self._used.result
 
 
@@ -296,7 +296,7 @@ def _device_view(name: str, value: Any, used: DeviceOperands, written: bool) -> 
 
 
 class HostMap:
-    """See :class:`HostCall`."""
+    """The NumPy arrays of an all-reduce with an expression, checked. It is a :class:`HostCall`."""
 
     def __init__(self, given: MapCall) -> None:
         self._used = used = HostOperands(given.array, given.op, given.out)
@@ -324,11 +324,11 @@ class HostMap:
         self.request = Request(used.op, (Member(used.shape, used.kind),), expression, on_host=True, sms=given.sms)
 
     def parts(self) -> list[Part]:
-        """See :class:`HostCall`."""
+        """The one all-reduce to make. Its result goes into a new array, to which the program's function is applied."""
         return [(self._used.source, self._used.op, None)]
 
     def result(self, reduced: Sequence[Array]) -> Any:
-        """See :class:`HostCall`. :raises ArgumentError: if the function's values have another shape."""
+        """The value that the call returns. :raises ArgumentError: if the program's function returns another shape."""
         used, value = self._used, self._apply(reduced[0])
         if used.target is not None:
             used.target[...] = value

@@ -113,7 +113,7 @@ def on_device(given: NormArguments) -> bool:
     """True if all arrays lie on a GPU, False if all lie on the host.
 
     :raises ArgumentError: if an argument is no array, or if some lie on a GPU and some on the host; or if ``quantize``
-        is no :class:`FP8`, or is missing although there are outputs for it.
+        is not a :class:`FP8`, or is missing although there are outputs for it.
     """
     if given.quantize is not None and not issubclass(type(given.quantize), FP8):
         raise ArgumentError(
@@ -170,7 +170,7 @@ def shape_of(given: NormArguments, x: Any) -> NormShape:
 
 
 def _number(value: Any, name: str, least: float = -math.inf) -> float:
-    """The number, rounded to float32; 0 for -0, as Python takes calls for the same that differ in that."""
+    """The number, rounded to float32. -0 becomes 0, since Python takes the two for equal when it looks up a call."""
     if type(value) is bool or not issubclass(type(value), (int, float, np.floating, np.integer)):
         raise ArgumentError(f"{name} is {kind_of(value)}. Pass a number: float(it)")
     if type(value) is float:
@@ -179,7 +179,7 @@ def _number(value: Any, name: str, least: float = -math.inf) -> float:
         try:
             with reading(name, value, OverflowError), np.errstate(all="ignore"):
                 rounded = float(np.float32(value))
-        except OverflowError:  # an int that is no float64 either
+        except OverflowError:  # an int that is not a float64 either
             rounded = math.inf
     if not math.isfinite(rounded) or rounded < least:
         wanted = "a finite float32" + (", 0 or more" if least == 0 else "")

@@ -21,7 +21,7 @@ from . import views
 
 
 class Site(NamedTuple):
-    """Where a call on a GPU runs.
+    """The GPU, the stream and the allocator of a call.
 
     :ivar owner: the object that keeps the handle ``stream`` valid.
     :ivar device: the ordinal of the communicator's GPU.
@@ -91,7 +91,7 @@ def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
     """The stream of a call on a device array: its handle, and the object that keeps the handle valid.
 
     :param stream: None stands for PyTorch's current stream if ``array`` is a tensor, and else for CuPy's.
-    :raises ArgumentError: if ``stream`` is no stream.
+    :raises ArgumentError: if ``stream`` is not a stream.
     """
     if stream is None and not views.is_cupy(array) and torch_runtime.is_tensor(array):
         return torch_runtime.current_stream(array.get_device())
@@ -171,10 +171,7 @@ class DeviceOperands:
 
 
 def new_result(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], site: Site) -> tuple[Any, Any]:
-    """A new CuPy array for the result, and an array of the library of ``array`` over the same memory.
-
-    In a recording the memory belongs to the graph.
-    """
+    """A new CuPy array, and an array of ``array``'s library over its memory, which in a recording is the graph's."""
     is_tensor = not views.is_cupy(array) and torch_runtime.is_tensor(array)
     if is_tensor and not site.recorded:
         result = torch_runtime.new_on(array, shape, dtype, site.stream)

@@ -1,4 +1,4 @@
-"""The call on one array: ``allreduce(array, op, out=out)``."""
+"""The arguments of ``allreduce(array, op, out=out)`` on one array, and the arrays made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .operands import DeviceOperands, PreparedCall, Site
 
 
 class PlainCall(NamedTuple):
-    """The arguments, as they are given."""
+    """The arguments, as the program gave them."""
 
     array: Any
     op: Any
@@ -23,15 +23,15 @@ class PlainCall(NamedTuple):
 
     @property
     def first(self) -> Any:
-        """The array of whose library the current stream is."""
+        """The array whose library decides the current stream."""
         return self.array
 
     def on_device(self) -> bool:
-        """True if it lies on a GPU. :raises ArgumentError: if it is no array."""
+        """True if it lies on a GPU. :raises ArgumentError: if it is not an array."""
         return views.is_device(self.array)
 
     def check_streams(self) -> None:
-        """One array has one current stream."""
+        """Do nothing: one array has one current stream."""
 
     def for_device(self, site: Site) -> DevicePlain:
         """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
@@ -43,7 +43,7 @@ class PlainCall(NamedTuple):
 
 
 class DevicePlain:
-    """See :class:`DeviceCall`."""
+    """One device array of an all-reduce, and its output, checked. It is a :class:`DeviceCall`."""
 
     def __init__(self, given: PlainCall, site: Site) -> None:
         self.given: Sequence[Any] = given.array, given.out
@@ -52,39 +52,39 @@ class DevicePlain:
 
     @property
     def request(self) -> Request:
-        """See :class:`DeviceCall`."""
+        """The call as the ranks compare it. :raises ArgumentError: if dtype or op is wrong."""
         source = self._used.source
         op = op_name(self._op, source.dtype)
         return request.plain(source.shape, kind_name(source.dtype, op), op, sms=self._sms)
 
     def place(self, prepared: PreparedCall) -> tuple[int, int]:
-        """See :class:`DeviceCall`."""
+        """Make the copy that kernels need, if one is needed. Returns the addresses (source, target)."""
         used = self._used
         used.convert(prepared.wire_dtypes[0])
         return used.source_address, used.destination_address
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """See :class:`DeviceCall`."""
+        """The arrays that a recording has to keep."""
         return self._used.held
 
     @property
     def result(self) -> Any:
-        """See :class:`DeviceCall`."""
+        """The array that the call returns."""
         return self._used.result
 
 
 class HostPlain:
-    """See :class:`HostCall`."""
+    """One host array of an all-reduce, and its output, checked. It is a :class:`HostCall`."""
 
     def __init__(self, given: PlainCall) -> None:
         self._used = used = HostOperands(given.array, given.op, given.out)
         self.request = request.plain(used.shape, used.kind, used.op, on_host=True, sms=given.sms)
 
     def parts(self) -> list[Part]:
-        """See :class:`HostCall`."""
+        """The one all-reduce to make: array, op, and the array for the result."""
         return [(self._used.source, self._used.op, self._used.target)]
 
     def result(self, reduced: Sequence[Array]) -> Any:
-        """See :class:`HostCall`."""
+        """The value that the call returns, made of the reduced array."""
         return self._used.result(reduced[0])

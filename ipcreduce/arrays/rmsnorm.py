@@ -100,7 +100,7 @@ def sum_of_squares(x: Floats) -> Floats:
 
 
 def _tree(values: Floats, length: int) -> Floats:
-    """The sums of every ``length`` neighbours in a row, a power of two, in pairs, and pairs of pairs."""
+    """Add every ``length`` neighbours of a row, a power of two: in pairs, then pairs of pairs, and so on."""
     while length > 1:
         values = values[:, 0::2] + values[:, 1::2]
         length //= 2

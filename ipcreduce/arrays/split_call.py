@@ -9,7 +9,7 @@ from .splits import SplitArguments
 
 
 class SplitCall(SplitArguments):
-    """The arguments, as they are given."""
+    """The arguments, as the program gave them."""
 
     def for_device(self, site: Site) -> DeviceSplit:
         """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""

@@ -1,4 +1,4 @@
-"""The arguments of ``allgather``, ``reduce_scatter`` and ``broadcast``: which part of which array is which rank's."""
+"""The arguments of ``allgather``, ``reduce_scatter`` and ``broadcast``: which part of an array each rank has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_simple(key: SplitKey) -> bool:
 
 
 class SplitArguments(NamedTuple):
-    """The arguments, as they are given. :ivar rank: this one, of ``n``."""
+    """The arguments, as the program gave them. :ivar rank: this process's, of ``n`` ranks."""
 
     array: Any
     out: Any
@@ -45,7 +45,7 @@ class SplitArguments(NamedTuple):
 
     @property
     def collective(self) -> str:
-        """One of the names above."""
+        """The name of the collective: :data:`GATHER`, :data:`SCATTER` or :data:`BROADCAST`."""
         return self.key[0]
 
     @property
@@ -60,7 +60,7 @@ class SplitArguments(NamedTuple):
 
     @property
     def sms(self) -> Any:
-        """The most blocks; None for the plan's choice."""
+        """The most blocks that exchange data; None for as many as are fastest alone."""
         return self.key[5]
 
     @property
@@ -76,13 +76,13 @@ class SplitArguments(NamedTuple):
     @property
     def outputs(self) -> Sequence[Any]:
         """The output of each array: None for a new one. :raises ArgumentError: see :func:`lists.outputs`."""
-        if self.collective == BROADCAST:  # whose out is its array
+        if self.collective == BROADCAST:  # the output of a broadcast is its array
             return self.arrays
         return lists.outputs(self.array, self.out) if self.is_list else [self.out]
 
     @property
     def first(self) -> Any:
-        """The array of whose library the current stream is."""
+        """The array whose library decides the current stream; None for an empty list."""
         return next(iter(self.arrays), None)
 
     def on_device(self) -> bool | None:
@@ -90,7 +90,7 @@ class SplitArguments(NamedTuple):
         return lists.on_device(self.array) if self.is_list else views.is_device(self.array)
 
     def check_streams(self) -> None:
-        """See :func:`lists.check_streams`."""
+        """Check that the arrays' libraries have one current stream. :raises ArgumentError: if not."""
         lists.check_streams(self.arrays)
 
     def checked(self) -> Splitting:
@@ -128,7 +128,7 @@ class Splitting(NamedTuple):
     n: int
 
     def of(self, shape: Shape) -> tuple[Splitting, Shape, Shape]:
-        """The same for an array of this shape, with an axis from 0 on; the whole array's shape, and this rank's part's.
+        """The split of an array of this shape, its axis counted from 0; the shapes of the whole array and of the part.
 
         :raises ArgumentError: if such an array cannot be split so.
         """
@@ -136,7 +136,7 @@ class Splitting(NamedTuple):
         if collective == BROADCAST:
             return self, shape, shape
         if not shape and collective == GATHER:
-            shape = (1,)  # a number, which has a place of its own
+            shape = (1,)  # a number counts as an array of one element
         if not -len(shape) <= axis < len(shape):
             raise ArgumentError(
                 f"axis is {axis}, and array has {len(shape)} dimensions. "
@@ -180,7 +180,7 @@ class Splitting(NamedTuple):
         return sizes[self.rank]
 
     def place(self, shape: Shape, rank: int) -> tuple[slice, ...]:
-        """Where a rank's part is in a whole array of this shape."""
+        """The index of a rank's part in a whole array of this shape."""
         _, axis, sizes, _ = self.split
         lengths = sizes or (shape[axis] // self.n,) * self.n
         begin = [*accumulate(lengths, initial=0)][rank]
@@ -188,7 +188,7 @@ class Splitting(NamedTuple):
 
 
 def readable(call: SplitArguments, array: Any) -> tuple[Any, str]:
-    """The array, and the name of its dtype; "" for that of its view. PyTorch's floats of 8 bits are moved as bytes."""
+    """The array to read, and its dtype's name; "" for that of its view. PyTorch's floats of 8 bits become bytes."""
     moved = array if call.reduces else torch_runtime.float8_as_bytes(array)
     return moved, "" if moved is array else str(array.dtype).removeprefix("torch.")
 

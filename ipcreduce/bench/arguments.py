@@ -14,7 +14,7 @@ _LARGEST = 1 << 40
 def size(text: str, least: int = 1) -> int:
     """Parse a number of bytes, such as "4", "64K" or "1G".
 
-    :raises argparse.ArgumentTypeError: if the text is no number of bytes from ``least`` to 1024G.
+    :raises argparse.ArgumentTypeError: if the text is not a number of bytes from ``least`` to 1024G.
     """
     found = re.fullmatch(r"([0-9]{1,15})([KMG]?)", text.upper())
     nbytes = int(found[1]) * _UNITS[found[2]] if found else 0

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 ROOT = 0  # of a broadcast
-_SUM = 0  # NCCL's
+_SUM = 0  # NCCL's code of the op "sum"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A method of a communicator. A message is what a rank passes, and its results are new or in place.
+    """A collective that bench times: its name in each library, and what it moves. A message is what one rank passes.
 
-    :ivar name: of the method. :ivar what: it gives, in words.
+    :ivar name: of the communicator's method. :ivar what: its result, in words.
     :ivar nccl: the method of CuPy's NCCL, and its arguments between dtype and stream.
     :ivar torch: the function of torch.distributed. :ivar mpi: the method of mpi4py.
-    :ivar moves: it reduces nothing. :ivar in_place: the result is in the array that is passed.
+    :ivar moves: True if nothing is reduced. :ivar in_place: True if the result is in the array that is passed.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Collective:
     in_place: bool = False
 
     def results(self, count: int, n: int) -> int:
-        """The elements of a result, of ``count`` that a rank passes."""
+        """The elements of a result, if each rank passes ``count``."""
         return {"allgather": count * n, "reduce_scatter": count // n}.get(self.name, count)
 
     def unit(self, n: int) -> int:
-        """Messages are multiples of so many elements."""
+        """The number of elements of which a message must be a multiple."""
         return n if self.name == "reduce_scatter" else 1
 
     def bus(self, n: int) -> float:
@@ -41,15 +41,15 @@ class Collective:
         return factors.get(self.name, 1)
 
     def wire(self, n: int) -> float:
-        """The bytes that leave a rank at least, for a byte of a message: in one hop, or in two if these are less."""
+        """The bytes that leave a rank for each byte of a message: in one hop or in two, whichever sends less."""
         return min(n - 1, self.bus(n))
 
     def copied(self, n: int) -> float:
-        """The bytes of a copy that reads and writes as much as a rank does at least, for a byte of a message."""
+        """The bytes to copy for each byte of a message, so that the copy reads and writes as much as a rank has to."""
         return (1 + (0 if self.in_place else self.results(n, n) / n)) / 2
 
     def arguments(self, source: Any, target: Any) -> tuple[Any, ...]:
-        """The arrays that MPI takes."""
+        """The arrays to pass to MPI's method."""
         return (target,) if self.in_place else (source, target)
 
 

@@ -41,8 +41,8 @@ class Contender(ABC):
     """An implementation of a collective."""
 
     name: str
-    own = False  # a part of ipcreduce, and no peer
-    gives = "all"  # what of a message's results it gives: see the messages' is_right()
+    own = False  # True for a part of ipcreduce, which is not a peer
+    gives = "all"  # the results that it computes: see is_right() of the messages
 
     @abstractmethod
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
@@ -289,7 +289,7 @@ HOST_PEERS: dict[str, Make] = {"mpi": Mpi}
 
 
 def peers_of(of: Collective, on_host: bool) -> dict[str, Make]:
-    """The peers that have a collective."""
+    """The peers that can make this collective."""
     if of is ALLREDUCE:
         return HOST_PEERS if on_host else PEERS
     if on_host:

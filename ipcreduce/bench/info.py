@@ -91,7 +91,7 @@ def _launcher() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return f"{path} (does not run)"
     lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]
-    if lines and lines[0].startswith("HYDRA"):  # that of MPICH, which prints its version in another line
+    if lines and lines[0].startswith("HYDRA"):  # MPICH's launcher, which prints its version in another line
         lines[0] = " ".join(["Hydra", *(line.split()[-1] for line in lines if line.startswith("Version:"))])
     return f"{path} ({lines[0]})" if lines else path
 

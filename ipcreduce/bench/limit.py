@@ -62,7 +62,7 @@ class Limit:
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:
             launch, (stream, owner) = backend.launches.limit(size, *shape), cupy_runtime.stream_of()
-            backend.order.launch(lambda stream: None, stream, owner)  # orders the launches below behind earlier calls
+            backend.order.launch(lambda stream: None, stream, owner)  # orders the launches below after earlier calls
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 

@@ -1,4 +1,4 @@
-"""The contenders of ``bench --op allreduce_rmsnorm``: the call, its parts, and peers that norm behind NCCL by PyTorch.
+"""The contenders of ``bench --op allreduce_rmsnorm``: the call, its parts, and NCCL with PyTorch's RMSNorm.
 
 Each contender takes :class:`Rows` as its source. The sums are exact in any order, so the reduced rows are everybody's.
 The results of ipcreduce must have the bits that NumPy gives; those of peers, which round elsewhere, must be near.
@@ -38,7 +38,7 @@ _POISON = 77.0
 
 @dataclass(frozen=True)
 class Rows:
-    """The arrays of a call. ``y`` is there also if only quantised rows are wanted: for sums."""
+    """The arrays of a call. There is a ``y`` even if only quantised rows are wanted: contenders use it for sums."""
 
     shape: NormShape
     x: Any
@@ -127,7 +127,7 @@ class Ours(contenders.Ours):
     """``allreduce_rmsnorm``. Captured calls are recorded in ipcreduce's graphs."""
 
     def prepare(self, source: Rows, target: Any) -> Callable[[], Any]:
-        """See :class:`contenders.Contender`."""
+        """A function that makes one call."""
         scales = source.shape.scales
         options: dict[str, Any] = {"out": source.y}
         if scales:
@@ -141,12 +141,12 @@ class Ours(contenders.Ours):
         )  # fmt: skip
 
     def algorithm(self, mode: str, source: Rows) -> str:
-        """The kernels that run a call."""
+        """The names of the kernels that run a call."""
         return prepared(session_of(self._comm).require_backend("bench"), source).kernels
 
 
 class Pair(Ours):
-    """The same call of a communicator of its own that has no fused kernels, and so runs the unfused pair."""
+    """The timed call, by a second communicator without fused kernels: all-reduce and norm are two kernels."""
 
     name, own = "pair", True
 
@@ -156,7 +156,7 @@ class Pair(Ours):
         without_fused(self._comm)
 
     def prepare(self, source: Rows, target: Any) -> Callable[[], Any] | None:  # type: ignore[override]
-        """See :class:`contenders.Contender`. None if the call itself runs a pair."""
+        """A function that makes one call; None if the timed call itself is two kernels."""
         if prepared(self._like, source).hands_on:
             return None
         return super().prepare(source, target)
@@ -168,14 +168,14 @@ class Pair(Ours):
 
 
 def without_fused(comm: Communicator) -> None:
-    """Let a communicator run every all-reduce with RMSNorm by the pair."""
+    """Let a communicator run every all-reduce with RMSNorm as two kernels."""
     backend = session_of(comm).require_backend("bench")
     if isinstance(backend, IpcBackend):
         backend.launches.fuses = False
 
 
 def prepared(backend: DeviceBackend, source: Rows) -> Prepared:
-    """The launches of a call."""
+    """The kernel launches of this call."""
     return backend.prepare(with_norm(source.x.shape, source.shape))
 
 
@@ -185,7 +185,7 @@ class Allreduce(contenders.Ours):
     name, own, gives = "allreduce", True, "sum"
 
     def prepare(self, source: Rows, target: Any) -> Callable[[], Any]:
-        """See :class:`contenders.Contender`."""
+        """A function that makes one call."""
         return lambda: self._comm.allreduce(source.x, out=target)
 
 
@@ -204,7 +204,7 @@ class ThenTorch(contenders._Torch):
         self._result: Any = None
 
     def prepare(self, source: Rows, target: Any) -> Callable[[], Any] | None:
-        """See :class:`contenders.Contender`."""
+        """A function that makes one call; None with quantisation, or if NCCL does not take such an array."""
         reduce = None if source.shape.scales else self._reduces.prepare(source.x, target)
         if reduce is None:
             return None

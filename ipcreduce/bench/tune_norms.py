@@ -1,6 +1,6 @@
 """The part of ``tune`` for all-reduces with RMSNorm: the fastest kernel, by hidden size and number of rows.
 
-Each call is timed behind a kernel that does not let its successor start early, as most kernels of a program: which
+Each call is timed after a kernel that does not let its successor start early, as most kernels of a program: which
 kernel is the fastest depends on that (norm_plan.py).
 """
 

@@ -1,1 +1,1 @@
-"""A call's life: its number, its faults, and what follows them. It needs no CUDA."""
+"""The life of a call: its number, comparison, faults, and how the ranks go on. It needs no CUDA."""

@@ -8,24 +8,24 @@ from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
-# The addresses of a list's members: as the bytes of 64-bit words, and the bits that are set in any of them. Of the bits
-# only the lowest matter, which say how the addresses are aligned.
+# The addresses of a list's members, as the bytes of 64-bit words, and their bitwise OR, whose lowest bits say how
+# all of them are aligned.
 Addresses = tuple[bytes, int]
 Places = tuple[Addresses, Addresses]  # of sources and targets; in place, both are the same object
 
 
 def addresses_of(members: Sequence[int]) -> Addresses:
-    """These addresses, by member."""
+    """Pack the addresses of a list's members."""
     return packed("Q", members).tobytes(), reduce(or_, members, 0)
 
 
 def numbers_of(words: bytes) -> list[int]:
-    """The addresses as numbers, by member."""
+    """Unpack addresses into numbers, one for each member."""
     return memoryview(words).cast("Q").tolist()
 
 
 def pairs_of(places: Places) -> Iterator[tuple[int, int]]:
-    """Source and target of each member."""
+    """The source address and the target address of each member."""
     return zip(*(numbers_of(words) for words, _ in places), strict=True)
 
 
@@ -45,7 +45,7 @@ class NormAddresses(NamedTuple):
 
     @property
     def between(self) -> int:
-        """Where the plain all-reduce of a pair leaves its sum for the norm."""
+        """The address at which the plain all-reduce of a pair leaves its sum for the norm."""
         return self.out or self.residual_out
 
 

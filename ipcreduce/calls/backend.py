@@ -25,7 +25,7 @@ class Backend(ABC):
         return b""
 
     def right(self, number: int) -> int:
-        """The last call up to ``number`` whose results are right on this rank, or one before: it has been quiesced."""
+        """The last call up to ``number`` that is known to be right on this rank, all of whose calls have ended."""
         return number
 
     @abstractmethod

@@ -21,8 +21,8 @@ _T = TypeVar("_T")
 class Calls(Protocol):
     """The part of :class:`CallSequence` that is needed here. Its module imports this one, which cannot import it.
 
-    :ivar within: a call is under way, or an exchange: of the thread that holds the lock.
-    :ivar nested: each tells the peers of a call that failed within another one, once that has ended.
+    :ivar within: True while the thread that holds the lock makes a call or an exchange.
+    :ivar nested: functions to call after the present call: each tells the peers of a call that failed within it.
     """
 
     lock: RLock
@@ -43,7 +43,7 @@ def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
     ``FastPath.make`` repeats these lines for the repeated calls on GPUs, where a function of their own costs 0.1 us.
     """
     try:
-        calls.lock.acquire()  # here, so that an interrupt behind it still releases the lock
+        calls.lock.acquire()  # here, so that an interrupt after it still releases the lock
         if calls.within or calls.nested:
             make_way(calls)
         if calls.unusable is not None:
@@ -79,7 +79,7 @@ def make_way(calls: Calls) -> None:
 
 
 def is_within(what: str, calls: Calls) -> str:
-    """The error message for what a thread does within a call of its own."""
+    """The error message for an action, ``what``, of a thread that is within a call of the same communicator."""
     return (
         f"{what} within call {calls.number} of the same communicator and thread: by the host function of a Map, a "
         "method of an array, a signal handler or a finaliser. Do it before or behind that call. A handler can set a "

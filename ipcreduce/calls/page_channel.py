@@ -12,7 +12,7 @@ from ..page.records import rows
 
 
 class PageChannel:
-    """The ranks of a communicator within a call, which this rank has entered. It is a request that is done, too."""
+    """A channel for exchanges within a call that this rank has entered. It is its own Request, which is always done."""
 
     silence = "they did not answer"  # never shown: gather() waits, and its errors say who did not come
     left = False
@@ -30,5 +30,5 @@ class PageChannel:
         return self
 
     def Test(self) -> bool:
-        """True: see :class:`ipcreduce.ranks.exchange.Request`."""
+        """True: :meth:`gather` has waited already, so the exchange is done."""
         return True

@@ -1,4 +1,4 @@
-"""A call as every rank has to make it: all that the ranks compare, and by which kernels are planned and compiled."""
+"""A call as the ranks compare it: the arguments from which kernels are planned and compiled."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Member(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
 class NormShape:
-    """RMSNorm behind an all-reduce of ``rows`` rows of ``hidden`` elements, for each row of the sum.
+    """RMSNorm after an all-reduce of ``rows`` rows of ``hidden`` elements, for each row of the sum.
 
     :ivar dtype: "float16", "bfloat16" or "float32".
     :ivar eps: rounded to float32, as ``weight_bias`` is, which is added to the weight.
@@ -69,11 +69,11 @@ class NormShape:
 
     @property
     def scales_stride(self) -> int:
-        """From one column of scales to the next: so many elements, a multiple of 16 bytes, as DeepGEMM takes them."""
+        """The elements from one column of scales to the next: a multiple of 16 bytes, as DeepGEMM takes them."""
         return -(-self.rows // 4) * 4
 
     def __str__(self) -> str:
-        """The norm in words, behind those of the sum. Records have room for 80 bytes of a call."""
+        """The norm in words, after those of the sum. Records have room for 80 bytes of a call."""
         text = f", eps {self.eps:.7g}"
         if self.weight_bias:
             text += f", bias {self.weight_bias:.7g}"
@@ -93,7 +93,7 @@ class Moved(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -103,7 +103,7 @@ def unit_of(itemsize: int) -> int:
 
 
 class Split(NamedTuple):
-    """The parts of the ranks in a call that is no all-reduce.
+    """The way in which an all-gather, reduce-scatter or broadcast splits arrays among the ranks.
 
     :ivar collective: "all-gather", "reduce-scatter" or "broadcast".
     :ivar axis: along which arrays are split. :ivar sizes: by rank, of its part along ``axis``; None for equal parts.
@@ -156,7 +156,7 @@ class Request(NamedTuple):
         :class:`NormShape`.
     :ivar on_host: the arrays lie on the host.
     :ivar sms: the most blocks of a launch that exchanges data; None: as many as are fastest alone.
-    :ivar split: of a call that is no all-reduce.
+    :ivar split: of a call that is not an all-reduce.
     """
 
     op: str

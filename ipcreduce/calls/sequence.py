@@ -250,7 +250,7 @@ class CallSequence:
         :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
         """
         page = self.page
-        aborted = page.aborted  # once, before the records: behind them it may be the word of one that came meanwhile
+        aborted = page.aborted  # once, before the records: after them it may be the word of one that came meanwhile
         fault = page.fault() if aborted else None
         cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
         if not cancelled:
@@ -294,7 +294,7 @@ class CallSequence:
 
     def _recover(self) -> int:
         page = self.page
-        self.number += 1  # as in a call, by which the others may come to the meeting
+        self.number += 1  # the other ranks may come to the meeting by a call, which has a number
         self._right.spoil(self.number, self.number, True)  # the ranks meet, whether a fault is known yet or not
         try:
             fault = page.fault() if page.aborted else None
@@ -341,7 +341,7 @@ class CallSequence:
         for backend in self._backends:
             backend.quiesce(deadline)
         # Before this rank says what it offers, and a peer can go on: a fault that another thread has found before would
-        # be posted to what follows, and NCCL's guard, which has seen a call run, might abort behind the offer.
+        # be posted to what follows, and NCCL's guard, which has seen a call run, might abort after the offer.
         page.next_era()
         offer = next(filter(None, (backend.offer() for backend in self._backends)), b"")
         right = self._right.here(self.number - 1, self._backends)
@@ -381,7 +381,7 @@ class CallSequence:
         fault = self.page.fault() if isinstance(cause, (PeerFailedError, RankMismatchError)) else None
         if fault is not None:
             call, rank, kind, text = fault
-            self.page.post_fault(kind, call, text, rank)  # its own record may reach a peer behind the loss
+            self.page.post_fault(kind, call, text, rank)  # its own record may reach a peer after the loss
         reason = described(cause).replace(f". {faults.USE_AGAIN}", "")
         self.page.post_lost(self.rank, f"{why} ({reason})")
         happened = f"this rank cannot go on with the others ({reason})"
@@ -395,6 +395,6 @@ class CallSequence:
         self._take(Page.alone(0, 1), ())  # the ranks' page can be freed, and nothing is written to it any more
 
     def forked(self, error: IpcReduceError) -> None:
-        """In a child process: nothing of the parent's may be touched."""
+        """Forget everything in a forked child, which must not touch what its parent owns."""
         self.lock, self.within, self.nested = RLock(), False, []
         self.close(error)

@@ -65,7 +65,7 @@ def has(array: Any, name: str) -> bool:
 
 def carried(kind: type, own: dict[str, Any]) -> Locate | None:
     """:func:`locator` for an object with the attributes ``own``; None if they contain no protocol."""
-    get = dict.get  # a dict's subclass may have a get() of its own. A protocol of None means that this is no array
+    get = dict.get  # a dict's subclass may have a get() of its own. A protocol of None means that this is not an array
     names = [name for name in PROTOCOLS if get(own, name) is not None]
     return locator(kind, names) if names else None
 

@@ -38,7 +38,7 @@ class using:
 
 
 class using_relaxed(using):
-    """Do as :class:`using`, in relaxed capture mode: waits, allocations and frees then invalidate no capture."""
+    """Make ``context`` current for a block in relaxed capture mode: waits, allocations and frees end no capture."""
 
     __slots__ = ("_relaxed",)
 

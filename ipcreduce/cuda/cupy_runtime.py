@@ -98,7 +98,7 @@ def reader(arrays: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list
 
     Each array there has shape and dtype of the one here, and is :func:`plain`, but for an address of 0.
 
-    :returns: None instead of a function, if this is no list of plain arrays.
+    :returns: None instead of a function, if this is not a list of plain arrays.
     """
     kind, length = cupy.ndarray, len(arrays)
     if [*map(type, arrays)].count(kind) != length:
@@ -226,7 +226,7 @@ def stream_of(stream: Any = None) -> tuple[Stream, Any]:
         return stream.ptr, stream
     try:
         return _handle(stream), stream
-    except (IpcReduceError, MemoryError):  # as in reading(), which takes longer
+    except (IpcReduceError, MemoryError):  # reading() would pass the same errors on, but takes longer
         raise
     except Exception as error:
         raise unreadable("stream", stream, error) from error

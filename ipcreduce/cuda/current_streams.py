@@ -14,7 +14,7 @@ def stream_of(device: int, stream: Any = None) -> tuple[Stream, Any]:
     """The handle of a stream, and the object that keeps it valid: see :func:`cupy_runtime.stream_of`.
 
     :param stream: None stands for CuPy's current stream. If that is the default stream, it stands for PyTorch's.
-    :raises ArgumentError: if ``stream`` is no stream.
+    :raises ArgumentError: if ``stream`` is not a stream.
     """
     handle, owner = cupy_runtime.stream_of(stream)
     if stream is None and not handle and torch_runtime.works():

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..texts import text_of
 
 KINDS = ("full", "row", "scalar")  # as in map.cuh: an array of the message's shape, or of its last dimension; a number
-_FILE = "expression"  # by which the compiler's messages name it
+_FILE = "expression"  # the compiler's messages call the expression so
 # NVRTC says "expression(2): error: ..." or "At end of source: error: ...", and g++, which serves the simulated device,
 # "expression:2:7: error: ...". The kernel's own file is named for a value of a wrong type: the function's beginning.
 _ERROR = re.compile(

@@ -32,7 +32,7 @@ def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int
 
 
 def lets_start_early(node: int) -> bool:
-    """True if a node behind this one is a kernel that was launched programmatically, to start before this one ends."""
+    """True if a node after this one is a kernel that was launched programmatically, to start before this one ends."""
     handle, query = load().CUgraphNode(node), newest("cuGraphNodeGetDependentNodes")
     count = call(query, handle)[-1]
     edges = call(query, handle, count)[1] if count else []

@@ -39,7 +39,7 @@ def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], lis
         found = _plain_list(others, device)
         if found is None or found[1:] != alike:
             return None
-        check = _trusted_guard(others)  # which tells apart inference_mode(), too, and autocast()
+        check = _trusted_guard(others)  # it also tells inference_mode() and autocast() apart
         return found[0]
 
     return read
@@ -68,13 +68,13 @@ def _trusted_guard(tensors: Sequence[Any]) -> Any:
     if not _guards_work():
         return None
     check, enabled = _guard(tensors), torch_runtime.torch.is_grad_enabled
-    if any(tensor.requires_grad for tensor in tensors):  # which a guard does not compare with no_grad()
+    if any(tensor.requires_grad for tensor in tensors):  # a guard does not notice no_grad()
         return lambda *others: not enabled() and check(*others)
     return check
 
 
 def _guard(tensors: Sequence[Any]) -> Any:
-    """A function: are these tensors like those in type, device, dtype, shape, strides, and all else but their memory?
+    """A function that tells if others are like these tensors: in type, dtype, shape, strides, all but their memory.
 
     torch.compile looks at its arguments by it. It takes a fifth of the time of :func:`_plain_list`.
     """

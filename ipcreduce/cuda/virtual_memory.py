@@ -154,7 +154,7 @@ class Range:
             raise errors[0]
 
     def close(self) -> None:
-        """Do as :meth:`detach`, and give the addresses back. Idempotent."""
+        """Wait for all work in the context, unmap the memory, and give the addresses back. Idempotent."""
         try:
             self.detach()
         finally:

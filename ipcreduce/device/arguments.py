@@ -1,4 +1,4 @@
-"""The arguments of the kernels, as words of 64 bits: struct Args of packets.cuh, and the tables behind it.
+"""The arguments of the kernels, as words of 64 bits: struct Args of packets.cuh, and the tables after it.
 
 A function here that ends in ``_setter`` returns what sets the addresses of a call in a launch's words.
 """
@@ -43,7 +43,7 @@ def empty(nbytes: int) -> Words:
 
 # ---- one array
 def plain_setter(words: memoryview, offset: int) -> Setter:
-    """For addresses (source, target, ...): ``offset`` is that of the launch in the message, in bytes."""
+    """A function that sets the addresses (source, target, ...). ``offset``: bytes of the message before the launch."""
 
     def set_addresses(addresses: Sequence[int]) -> None:
         words[IN], words[OUT] = addresses[0] + offset, addresses[1] + offset
@@ -69,7 +69,7 @@ def operand_table(shape: tuple[int, ...], first: int, expression: Expression) ->
 
 
 def map_setter(words: memoryview, offset: int, itemsize: int, expression: Expression, *, behind: bool) -> Setter:
-    """For :class:`MapAddresses`. ``behind``: an all-reduce comes before, whose result is read."""
+    """A function that sets :class:`MapAddresses`. ``behind``: the launch reads the result of an earlier all-reduce."""
     full = [_ITEMSIZES[one.dtype] if one.kind == "full" else 0 for one in expression.operands]
     steps = [(index, offset // itemsize * size) for index, size in enumerate(full, ARG_WORDS + _OPERANDS)]
 
@@ -108,9 +108,9 @@ def norm_table(shape: NormShape) -> Words:
 
 
 def norm_setter(words: memoryview, norm: int, shape: NormShape, *, behind: bool = False) -> Setter:
-    """For :class:`NormAddresses`; struct NormArgs begins at word ``norm``.
+    """A function that sets :class:`NormAddresses`. struct NormArgs begins at word ``norm``.
 
-    ``behind``: an all-reduce comes before, whose sum is read. It may lie in ``out`` although y is not wanted there.
+    ``behind``: the launch follows an all-reduce, and reads its sum, also from ``out`` where no y is wanted.
     """
     keeps_y = shape.keeps_y or not behind
 

@@ -1,4 +1,4 @@
-"""The base of the backends for GPUs. A backend runs one communicator's all-reduces on one GPU, one behind the other."""
+"""The base of the backends for GPUs. A backend runs one communicator's all-reduces on one GPU, one after the other."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DeviceBackend(Backend):
         """The backend's lines in ``Communicator.describe``."""
 
     def prepare(self, request: Request) -> Prepared:
-        """All that is known of a call before its addresses are: its kernels, compiled if need be.
+        """Plan a call and compile its kernels: all that does not depend on the addresses of its arrays.
 
         :raises IpcReduceError: if a kernel does not compile; ArgumentError for a wrong expression.
         :raises CudaError: if it does not load.
@@ -106,10 +106,10 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def prepare_whole(self, request: Request) -> Prepared | None:
-        """Prepare a call that needs no kernel behind the all-reduce; None for others. See :meth:`prepare`."""
+        """Prepare a call that needs no kernel after the all-reduce; None for others. See :meth:`prepare`."""
 
     def bind(self, prepared: Prepared, addresses: Any) -> BoundLaunch:
-        """The launch of a call for addresses that come again."""
+        """Make a launch with fixed addresses, for a call that is repeated."""
         return prepared.bind(addresses)
 
     def run(
@@ -164,7 +164,7 @@ class DeviceBackend(Backend):
         """Give the memory back. Every rank has prepared for it. :raises CudaError: if that fails."""
 
     def prepare_resumption(self, seconds: float) -> None:
-        """Do as :meth:`prepare_suspension`, for :meth:`resume`."""
+        """Wait for all work on the GPU, and get what :meth:`resume` needs. Errors: see :meth:`prepare_suspension`."""
         self._wait_for_gpu(seconds)
 
     def hand_over(self, ranks: Channel, deadline: float) -> None:
@@ -177,7 +177,7 @@ class DeviceBackend(Backend):
     def resume(self, deadline: float) -> bool:
         """Get new memory in place of the old one. Every rank has prepared for it, and NCCL's wait for each other.
 
-        :returns: True if a graph of others was launched on this rank meanwhile.
+        :returns: True if a graph of another library was launched on this rank meanwhile.
         :raises IpcReduceError: if that fails.
         """
 
@@ -189,7 +189,7 @@ class DeviceBackend(Backend):
 
     # ---- ends
     def drain(self) -> None:
-        """Wait until this rank's eager calls have ended, but not beyond ``timeout``: work behind them may never end."""
+        """Wait until this rank's eager calls have ended, but not beyond ``timeout``: work after them may never end."""
         self.order.ends_by(clock.now() + self._timeout)
 
     def quiesce(self, deadline: float) -> None:
@@ -204,7 +204,7 @@ class DeviceBackend(Backend):
         self.order.reset()
 
     def right(self, number: int) -> int:
-        """See :class:`Backend`. If a kernel has ended without data, it is what the program and this class know."""
+        """The last right call up to ``number``: after a kernel without data, the last one that was waited for."""
         return min(number, self.order.right) if self.page.ended_without_data else number
 
     def close(self, wait: float, free: Actions) -> None:

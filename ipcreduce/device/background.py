@@ -112,7 +112,7 @@ def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 
 def each(function: Callable[[_Item], _Found], items: Sequence[_Item], most: int) -> list[_Found]:
-    """``function()`` of each item, in this thread and in up to ``most - 1`` further ones, as far as there are any.
+    """The results of ``function`` for all items, computed by this thread and up to ``most - 1`` further ones.
 
     :raises BaseException: the first one that the function has raised.
     """

@@ -36,7 +36,7 @@ Action = Callable[[], object]
 
 
 class _Turn:
-    """A lock that nobody waits for. An interrupt right behind :meth:`acquire` cannot leave it locked."""
+    """A lock that nobody waits for. An interrupt right after :meth:`acquire` cannot leave it locked."""
 
     def __init__(self) -> None:
         self._holder: dict[int, object] = {}
@@ -144,7 +144,7 @@ def reclaim() -> None:
 def _no_call_runs(held: ExitStack) -> bool:
     """True if no call of any communicator runs, until ``held``, which takes their locks, is left."""
     for order, lock in list(_orders.items()):
-        held.callback(_release, lock)  # first, for an interrupt right behind acquire()
+        held.callback(_release, lock)  # first, for an interrupt right after acquire()
         if not lock.acquire(blocking=False) or not order.is_over():
             return False
     return True

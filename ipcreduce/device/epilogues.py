@@ -1,4 +1,4 @@
-"""Kernels behind a plain all-reduce: for an expression (copy.cu), or for RMSNorm (rmsnorm.cu).
+"""Kernels after a plain all-reduce: for an expression (copy.cu), or for RMSNorm (rmsnorm.cu).
 
 Every backend has these, for calls that it cannot make in one kernel, and for a world of one rank.
 """
@@ -51,7 +51,7 @@ def behind(plain: Prepared | None, request: Request, kernels: Kernels, device: i
 
 
 def _handed_on(plain: Prepared, after: Prepared, is_norm: bool, device: int) -> Prepared:
-    """Both, one behind the other."""
+    """Both, one after the other."""
     reduce, wider = plain.quickest, plain.wire_dtypes[0]
 
     def first(addresses: Any, stream: Stream) -> None:

@@ -44,7 +44,7 @@ class FastPath:
     shapes, dtypes and op that came before.
 
     :ivar lookup: looks up a call on an array or a list, ``lookup_map`` one with an expression, ``lookup_norm`` one with
-        RMSNorm, and ``lookup_split`` one that is no all-reduce.
+        RMSNorm, and ``lookup_split`` one that is not an all-reduce.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FastPath:
         """
         calls = self._calls
         try:
-            calls.lock.acquire()  # here, so that an interrupt behind it still releases the lock
+            calls.lock.acquire()  # here, so that an interrupt after it still releases the lock
             if calls.within or calls.nested:
                 call_lock.make_way(calls)
             if calls.unusable is not None:
@@ -89,7 +89,7 @@ class FastPath:
                 if bound is None:
                     if calls.recording is None:
                         bound, result, current = (lookup or self.lookup)(array, op, out, stream)
-                else:  # as current_streams.stream_of()
+                else:  # current_streams.stream_of() does the same
                     current = cupy_runtime.get_current_stream().ptr
                     if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
                         current = torch_runtime.get_stream(self._device)

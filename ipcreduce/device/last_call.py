@@ -30,7 +30,7 @@ class State(Enum):
                     follow
     =============== ====================================================== ==========================================
 
-    From every other state extend() leads to IN_EVENT, reset() to NOTHING, and a graph of others to ALWAYS_IN_EVENT
+    From every other state extend() leads to IN_EVENT, reset() to NOTHING, and a program's own graph to ALWAYS_IN_EVENT
     (not over NCCL). A change to or from the stream of recordings is none.
     """
 

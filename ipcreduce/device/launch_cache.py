@@ -89,7 +89,7 @@ class Entry:
 class LaunchCache:
     """The calls on one backend that have come before. The communicator's lock is held around every method.
 
-    :param bind: makes the launch for addresses that come again.
+    :param bind: makes a launch with fixed addresses, for a call that is repeated.
     """
 
     def __init__(self, device: int, order: StreamOrder, bind: Callable[[Prepared, Any], BoundLaunch]) -> None:

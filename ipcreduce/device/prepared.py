@@ -29,14 +29,14 @@ class BoundLaunch:
 
 
 class Step(Protocol):
-    """A part of a call: one kernel, or calls of NCCL."""
+    """A part of a call: the launch of one kernel, or calls of NCCL."""
 
     @property
     def start(self) -> Start:
-        """Puts it on a stream, for the addresses of the call."""
+        """A function that puts the step on a stream, for the addresses of the call."""
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """The same for addresses that come again: a function, and its first argument."""
+        """The function to call, and its first argument, for a call that is repeated with these addresses."""
 
 
 class KernelStep:
@@ -57,12 +57,12 @@ class KernelStep:
         self.launch.run(stream)
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """See :class:`Step`."""
+        """The function that launches it, and the addresses as its argument."""
         return self.start, addresses
 
 
 class OwnStep:
-    """A step by a function of the backend's. ``bind``: see :meth:`Step.bound`."""
+    """A step made by a function of the backend. ``bind``: makes :meth:`bound`'s result; None: ``start`` itself."""
 
     __slots__ = ("_bind", "start")
 
@@ -70,7 +70,7 @@ class OwnStep:
         self.start, self._bind = start, bind
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """See :class:`Step`."""
+        """The function to call, and its first argument, for a call that is repeated with these addresses."""
         return (self.start, addresses) if self._bind is None else self._bind(addresses)
 
 
@@ -83,7 +83,7 @@ class Prepared:
     :ivar wire_dtypes: by member, the dtype as which it is reduced, if not the array's own.
     :ivar alignment: of the addresses of arrays of the call's dtype, in bytes; 0 for their itemsize.
     :ivar hands_on: an all-reduce comes first, and leaves its result in memory for what follows.
-    :ivar packed: the parts of arrays that are split lie one behind the other where the steps read or write them.
+    :ivar packed: the parts of arrays that are split lie one after the other where the steps read or write them.
     """
 
     request: Request
@@ -97,17 +97,17 @@ class Prepared:
     packed: bool = False
 
     def start(self, addresses: Any, stream: Stream) -> None:
-        """Put the call on ``stream``. What the addresses are depends on the kind of call."""
+        """Put the call on ``stream``. The form of ``addresses`` depends on the kind of call."""
         for step in self.steps:
             step.start(addresses, stream)
 
     @property
     def quickest(self) -> Start:
-        """:meth:`start`, by fewer functions if the call has one step."""
+        """:meth:`start`, or the one step's ``start``, which saves a function call."""
         return self.steps[0].start if len(self.steps) == 1 else self.start
 
     def bind(self, addresses: Any) -> BoundLaunch:
-        """The launch for addresses that come again."""
+        """Make a launch with fixed addresses, for a call that is repeated."""
         bound = [step.bound(addresses) for step in self.steps]
         if len(bound) == 1:
             return BoundLaunch(self.fingerprint, *bound[0])

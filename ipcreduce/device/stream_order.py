@@ -1,6 +1,6 @@
 """One order for the calls of a communicator, on whatever streams they are made: no two of its kernels overlap.
 
-Each call follows the call that the host launched before it, but not what the program put behind that call. By
+Each call follows the call that the host launched before it, but not what the program put after that call. By
 induction it follows all earlier ones. The lock is held from the wait to the record, so no thread comes between.
 
     this call            the call before it                    how this call follows it
@@ -13,17 +13,17 @@ induction it follows all earlier ones. The lock is held from the wait to the rec
     the first one        none that still runs                  it follows nothing
 
 "The event" is the one event of the order. A call's end is recorded in it before the lock is released, so before the
-program can put more work behind the call:
+program can put more work after the call:
 
 - from the first change of streams on, since another may come. Programs that use one stream pay for no event. The
   stream of recordings is not the program's, and does not count.
 - where the object of the stream is unknown. The driver crashes on the handle of a destroyed stream, so the order looks
   at a stream after a call only if it holds the object that keeps it. A thread's default stream is unknown, too.
 - once the program has captured a call in a graph of its own ("a graph of others"). It launches that graph without our
-  knowledge, so the graph records the event behind its last call, and eager calls wait for it. (A user object could tell
+  knowledge, so the graph records the event after its last call, and eager calls wait for it. (A user object could tell
   when the graph is destroyed. But it costs each launch 4 us, and the host waits for the launch before: H200.)
 
-A replay is one call. What a recording has behind its last all-reduce is part of it, and so is the work of a break at
+A replay is one call. What a recording has after its last all-reduce is part of it, and so is the work of a break at
 its end, by :meth:`StreamOrder.extend`. Calls wait for earlier calls only, and a call's kernels for the same call of the
 peers. So the waits form no circle if all ranks make their calls in one order.
 
@@ -47,7 +47,7 @@ from ..types import Event, Stream
 from .last_call import ALWAYS_IN_EVENT, BEHIND_CAPTURE, NOTHING, ON_STREAM, Last, State
 
 IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
-_MAX_CAPTURES = 1024  # that are remembered: nobody tells when one ends, and few are open at once
+_MAX_CAPTURES = 1024  # remembered captures: nobody tells when one ends, and few are open at once
 
 
 @dataclass
@@ -94,7 +94,7 @@ class StreamOrder:
     def quick(self, stream: Stream, looked: bool = False) -> State | None:
         """The state in which a call on ``stream`` takes the fast path. None: only :meth:`launch` can make it.
 
-        In ON_STREAM a call is launched as it is, in RESTING behind :meth:`resume`, else by :meth:`launch_shared`. It
+        In ON_STREAM a call is launched as it is, in RESTING after :meth:`resume`, else by :meth:`launch_shared`. It
         has to run at once, and in our context, since each context has a default stream.
 
         :param looked: the caller has checked that a stream other than the default ones is not being captured.
@@ -107,7 +107,7 @@ class StreamOrder:
         elif state is not ALWAYS_IN_EVENT:
             return None
         try:
-            if stream < 2:  # which captures nothing
+            if stream < 2:  # the default streams capture nothing
                 return state if cupy_runtime.current_context() == self._context else None
             return None if not looked and cupy_runtime.is_capturing(stream) else state
         except RuntimeError:  # CuPy's: no context, or a capture that has failed
@@ -121,7 +121,7 @@ class StreamOrder:
         capturable: bool = True,
         recorded: bool = False,
     ) -> None:
-        """Launch a call on ``stream`` by ``start(stream)``, behind the last one.
+        """Launch a call on ``stream`` by ``start(stream)``, after the last one.
 
         :param owner: the object that ``stream`` is the handle of, if there is one.
         :param capturable: such a call can be part of a capture.
@@ -142,7 +142,7 @@ class StreamOrder:
                 captured = self._follow_captured(capture, stream, recorded) if capture else None
                 records_end = captured is None and self._follow(stream, owner)
                 start(stream)
-            except BaseException:  # what came before the call still has its end
+            except BaseException:  # the calls before this one still have their end in the event
                 with suppress(CudaError):
                     in_event = self.last.in_event and self.last.stream == stream
                     self._ended(captured, records_end or (not capture and in_event), stream)
@@ -157,7 +157,7 @@ class StreamOrder:
         self.last = replace(self.last, state=ON_STREAM)
 
     def _follow(self, stream: Stream, owner: Any) -> bool:
-        """Put an eager call behind the last one. True if its end has to be recorded in the event."""
+        """Put an eager call after the last one. True if its end has to be recorded in the event."""
         last = self.last
         if not self._waits_for_last(stream):
             if self._replayed is None:
@@ -186,7 +186,7 @@ class StreamOrder:
         return True
 
     def _changes(self, before: Stream | None, stream: Stream) -> bool:
-        """True if the program has changed streams. A recording does not count: it puts nothing behind its calls."""
+        """True if the program has changed streams. A recording does not count: it puts nothing after its calls."""
         return before not in (None, stream) and self.recording_stream not in (before, stream)
 
     def _follow_captured(self, capture: int, stream: Stream, recorded: bool) -> _Captured:
@@ -197,8 +197,8 @@ class StreamOrder:
             self._captures[capture] = captured
             if len(self._captures) > _MAX_CAPTURES:
                 del self._captures[next(iter(self._captures))]
-        # Right behind the last call there is an edge. Behind other work of the same stream one more makes this call
-        # start 0.3 us sooner. But a kernel that starts early behind the last call would be 1 us later (NOTES.md).
+        # Right after the last call there is an edge. After other work of the same stream one more makes this call
+        # start 0.3 us sooner. But a kernel that starts early after the last call would be 1 us later (NOTES.md).
         missing = {*captured.last} - {*streams.capture_nodes(stream)}
         if stream == captured.stream:
             missing = {node for node in missing if not graph.lets_start_early(node)}

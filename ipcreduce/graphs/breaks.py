@@ -72,7 +72,7 @@ def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def rehearsing(breaks: bool) -> Iterator[None]:
-    """In the block, decorated functions are plain calls, and return only what they may in a recording.
+    """Make calls of decorated functions plain ones in the block, and check that a recording would take their results.
 
     :param breaks: False in place of a recording that has no breaks: nothing is checked.
     """

@@ -19,7 +19,7 @@ from .addresses import OWN, item, short
 
 
 class _Path(NamedTuple):
-    """The way to an object in the arguments. It becomes text only in messages, as that of a deep nest is long."""
+    """The path to an object in the arguments. It becomes text only in messages, as that of a deep nest is long."""
 
     above: _Path | None
     suffix: Callable[[Any], str]  # maps the key to its part of the text
@@ -65,7 +65,7 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
 
 def _check_apart(pairs: list[_Pair]) -> None:
     """Check that two arguments share memory exactly as at the recording. :raises ArgumentError: if not."""
-    open_ones: list[_Pair] = []  # that begin before the one at hand
+    open_ones: list[_Pair] = []  # pairs whose arrays begin before the present one
     for pair in sorted(pairs, key=lambda one: views.extent(one[2])[0]):
         name, here, there = pair
         if views.steps(here) != views.steps(there) and views.has_shared_elements(there):
@@ -135,7 +135,7 @@ def _pairs(new: Any, recorded: Any) -> Iterator[_Pair]:
 
 
 def _inside(path: _Path, new: Any, recorded: Any) -> list[_Pair] | None:
-    """The members of a container of the recording, each with the one in its place; None if it is no container."""
+    """The members of a container of the recording, each with the one in its place; None if it is not a container."""
     if type(recorded) in (list, tuple, dict):
         same = type(new) is type(recorded) and len(new) == len(recorded)
         if not same or (type(new) is dict and new.keys() != recorded.keys()):

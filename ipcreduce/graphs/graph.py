@@ -69,7 +69,7 @@ class Graph:
 
     @property
     def state(self) -> str:
-        """One word for what the graph can do now: see the class."""
+        """The state of the graph, in one word: see the class."""
         return self._resources.state if self._state == "staged" and self._resources is not None else self._state
 
     @property
@@ -154,7 +154,7 @@ class Graph:
         self._state = "staged"
         assert self._resources is not None
         session.recorded(self, self._resources, recording.number)
-        with session.calls.leaving(session.calls.number + 1):  # in which the peers launch it
+        with session.calls.leaving(session.calls.number + 1):  # the peers launch the last segment in this call
             session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
@@ -207,7 +207,7 @@ class Graph:
     def add_eager(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` between two segments of this graph's recording, and again in each replay.
 
-        The segment ends before the function, and another one begins behind it. The function runs with real data, on the
+        The segment ends before the function, and another one begins after it. The function runs with real data, on the
         recording's stream and with the caller's allocator. A replay runs it on the stream of the
         replay. See :func:`ipcreduce.eager_break` for what it may return.
 
@@ -237,7 +237,7 @@ class Graph:
             part = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
-                with current_streams.on_stream(recording.stream, self.pool.device):  # and the caller's allocators
+                with current_streams.on_stream(recording.stream, self.pool.device):  # with the caller's allocators, too
                     result = part.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self

@@ -24,9 +24,9 @@ def objects(nest: Any) -> Iterator[Any]:
 
 
 def rebuilt(nest: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A copy of a nest with ``leaf(one)`` in place of each object that is no list, tuple or dict.
+    """A copy of a nest with ``leaf(one)`` in place of each object that is not a list, tuple or dict.
 
-    What is one object in the nest is one in the copy. A tuple is made behind its members, and a list or dict empty at
+    What is one object in the nest is one in the copy. A tuple is made after its members, and a list or dict empty at
     first: only through these can a nest contain itself.
     """
     made: dict[int, Any] = {}
@@ -44,7 +44,7 @@ def rebuilt(nest: Any, leaf: Callable[[Any], Any]) -> Any:
         elif type(one) in (list, dict):
             made[id(one)] = type(one)()
             shells.append(one)
-            left.extendleft(parts(one))  # behind the tuples that wait for this one
+            left.extendleft(parts(one))  # after the tuples that wait for this one
         else:
             made[id(one)] = leaf(one)
     for one in shells:

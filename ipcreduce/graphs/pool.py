@@ -90,7 +90,7 @@ class Slab:
 
 
 class _Hold:
-    """See :meth:`GraphPool.hold`."""
+    """An object that keeps memory of a pool allocated as long as it lives: :meth:`GraphPool.hold` makes it."""
 
 
 class GraphPool:
@@ -139,7 +139,7 @@ class GraphPool:
 
     @contextmanager
     def allocating(self, stream: Stream) -> Iterator[None]:
-        """In the block, make ``stream`` current and let this thread allocate from the pool. PyTorch gets its own pool.
+        """Make ``stream`` current, and let this thread allocate from the pool, in the block. PyTorch gets its own pool.
 
         PyTorch's pool lives as long as this pool has a user. Memory that PyTorch frees meanwhile serves only recordings
         in this pool.

@@ -67,7 +67,7 @@ class Pools:
                 pool.prepare()
 
     def hand_over(self, ranks: Channel, deadline: float) -> None:
-        """See :meth:`DeviceBackend.hand_over`."""
+        """Exchange the new memory that peers map, if graphs are direct, for :meth:`resume`. Collective."""
         if self._is_suspended and self.elsewhere is not None:
             with using_relaxed(self._context):
                 self.elsewhere.hand_over(ranks, deadline)

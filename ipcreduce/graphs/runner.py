@@ -38,7 +38,7 @@ class GraphRunner:
     :param record_new: True to record descriptors that have no recording; False to call the function for them.
     :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples, dicts, FP8 and Map,
         into the recording's before each replay. If False, the caller must pass the same arrays each time.
-    :raises ArgumentError: if ``function`` cannot be called, ``comm`` is no communicator, or ``mode`` or ``check`` is
+    :raises ArgumentError: if ``function`` cannot be called, ``comm`` is not a communicator, or ``mode`` or ``check`` is
         another word.
 
     Without GPUs the results of breaks are checked as in a recording, so that the same mistakes show everywhere.

@@ -67,7 +67,7 @@ def default_communicator() -> HasSession:
 def session_of(comm: HasSession | None) -> GraphSession:
     """The session of a communicator, or of the default communicator for None.
 
-    :raises ArgumentError: if ``comm`` is no communicator.
+    :raises ArgumentError: if ``comm`` is not a communicator.
     """
     comm = default_communicator() if comm is None else comm
     with reading("comm", comm):
@@ -207,7 +207,7 @@ class GraphSession:
         return prepared if self.direct is None else self.direct.noted(prepared, call)
 
     def recorded(self, graph: Any, resources: Resources, number: int) -> None:
-        """Take a complete recording, call ``number``. Collective only where graphs are direct."""
+        """Take over a complete recording, which was call ``number``. Collective only where graphs are direct."""
         if self.direct is not None:
             self.direct.recorded.append((graph, resources))
             if not self._capturing:
@@ -284,7 +284,7 @@ class GraphSession:
         self.backend.run(partial(cupy_runtime.launch, segment.executable), stream, owner, capturable=False)
 
     def synchronize(self, stream: Stream | None) -> None:
-        """See :meth:`Communicator.synchronize`. :raises UnsupportedError: within a call of the same thread."""
+        """Wait for the calls, and raise their errors. :raises UnsupportedError: within a call of the same thread."""
         with self.calls.lock:
             self._check_not_within("synchronize()")  # the order of streams is about to change
             self.wait(stream)
@@ -294,7 +294,7 @@ class GraphSession:
             raise UnsupportedError(f"rank {self.calls.rank}: {call_lock.is_within(f'{what} was called', self.calls)}")
 
     def recover(self) -> int:
-        """See :meth:`Communicator.recover`. :raises UnsupportedError: within a call of the same thread."""
+        """Meet all ranks after an error, and start anew. :raises UnsupportedError: within a call of the same thread."""
         calls, backend = self.calls, self.backend
         with calls.lock:
             self._check_not_within("recover()")
@@ -325,7 +325,7 @@ class GraphSession:
     # ---- several recordings
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """See :meth:`Communicator.capture`."""
+        """Surround several recordings, to register their graphs together at the end: :meth:`Communicator.capture`."""
         calls = self.calls
         calls.check_usable()
         if self.backend is None:
@@ -354,7 +354,7 @@ class GraphSession:
         return self._captured_memory.allocating(stream)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
-        """See :meth:`Communicator.empty`."""
+        """A new array in memory that peers can map: :meth:`Communicator.empty`."""
         with self.calls.lock:
             self.calls.check_usable()
             try:
@@ -384,5 +384,5 @@ class GraphSession:
             del self._captured_memory, self._memory, self.pools
 
     def forked(self) -> None:
-        """In a child process: leave alone whatever the parent owns."""
+        """Forget everything in a forked child, which must not touch what its parent owns."""
         self.backend = None

@@ -21,7 +21,7 @@ from .shared import split_alone
 if TYPE_CHECKING:
     from ..arrays.host_splits import SplitParts
 
-_ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
+_ONE_SHOT_BYTES = 64 << 10  # up to here every rank receives and reduces all data; above, each reduces a chunk
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
 
 Array = np.ndarray[Any, Any]
@@ -107,5 +107,5 @@ class MpiReducer:
 
 
 def _places(counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Counts and places of parts that lie one behind the other, as MPI takes them."""
+    """Counts and places of parts that lie one after the other, as MPI takes them."""
     return [*counts], [*accumulate(counts, initial=0)][:-1]

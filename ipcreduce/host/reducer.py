@@ -67,7 +67,7 @@ class HostReducer:
         self._splits: dict[Any, CachedSplit] = {}  # by arguments, shape and dtype
 
     def describe(self) -> str:
-        """The way that the data take, and the reason if it is not shared memory."""
+        """The way in which the data travel, and the reason if that is not shared memory."""
         return self._way
 
     def call(self, given: Any) -> Any:

@@ -17,9 +17,9 @@ from . import semaphores
 _AREA_BYTES, _LEAST_AREA_BYTES = 1 << 20, 64 << 10
 _CROWDED_AREA_BYTES = 16 << 10  # the least where there is little room
 _SEGMENT_BYTES = 8 << 20  # of all areas together, as far as the least size allows
-_PART_OF_ROOM = 16  # a segment takes one of so many parts of what is left: Docker gives /dev/shm 64 MB
+_PART_OF_ROOM = 16  # a segment takes a 16th of the room that is left: Docker gives /dev/shm 64 MB
 _SMALL_BYTES = 128 << 10  # of all ranks' data of a small message: then it is quicker to read all of it than to share
-_SPIN_SECONDS = 1e-4  # before a rank sleeps; on waking up it loses 30 to 50 us
+_SPIN_SECONDS = 1e-4  # a rank looks again and again for so long before it sleeps; waking up takes 30 to 50 us
 _TICK_SECONDS = 0.05  # of a sleep: between two looks at faults and deadline
 
 
@@ -27,7 +27,7 @@ class Segment:
     """Each rank's place in the segment, and a handover among all.
 
     A rank's place has two parts of ``small_bytes``, used in turns, for small messages; an area of ``area_bytes`` for
-    chunks of larger ones; and room for the result of one share of a chunk. Behind the places lie semaphores, one for
+    chunks of larger ones; and room for the result of one share of a chunk. After the places lie semaphores, one for
     each ordered pair of ranks. They count the handovers that one has made and the other has not taken yet.
 
     One rank calls :meth:`create`, the others :meth:`open`.

@@ -1,6 +1,6 @@
 """Semaphores of the C library that several processes share (POSIX ``sem_overview``).
 
-They order memory: stores before :func:`post` are visible behind the :func:`try_wait` or :func:`wait` that takes it, on
+They order memory: stores before :func:`post` are visible after the :func:`try_wait` or :func:`wait` that takes it, on
 every processor.
 """
 

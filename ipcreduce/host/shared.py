@@ -64,6 +64,7 @@ class SharedReducer(Backend):
             agreed = _nothing
 
     def _one_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
+        """Reduce all data on each rank."""
         size = source.size
         views = [place[:size] for place in self._small_places(source.dtype)]
         views[self._rank][:] = source
@@ -83,7 +84,7 @@ class SharedReducer(Backend):
         return parts[self._part]
 
     def _two_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
-        """Each rank's area takes its data for the other ranks. Another place takes the result of its own share.
+        """Let each rank reduce its share. Its area has its data for the others, and another place the reduced share.
 
         One area is enough: after the second handover, all ranks have read the data. One place for results is enough:
         after the first handover of the next chunk, all ranks have read the results.
@@ -133,7 +134,7 @@ class SharedReducer(Backend):
             targets[rank][:] = source
 
     def _scatter(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
-        """The target may be this rank's own source: of that a chunk is read before it is written."""
+        """Reduce this rank's part. The target may be its own source: of that a chunk is read before it is written."""
         rank, n, sources, (target,) = self._rank, self._n, one.sources, one.targets
         ends = [*accumulate(map(len, sources))]
         if ends[-1] * target.itemsize <= self._segment.small_bytes:
@@ -159,7 +160,7 @@ class SharedReducer(Backend):
     def _turns(self, nbytes: int, unit: int, check: Check) -> Iterator[tuple[int, int, list[Array]]]:
         """The chunks of a message: where it begins, its most bytes, and each rank's place for it.
 
-        There are two places in turns, as in :meth:`_small_places`. Behind the last chunk of an area is a handover: the
+        There are two places in turns, as in :meth:`_small_places`. After the last chunk of an area is a handover: the
         next call may write to all of the area.
 
         :param unit: chunks are multiples of so many bytes.
@@ -186,7 +187,7 @@ def _nothing() -> None:
 
 
 def split_alone(one: SplitParts) -> None:
-    """Do what :meth:`SharedReducer.split` does where there is one rank."""
+    """Exchange the parts of an array where there is only one rank, as :meth:`SharedReducer.split` does for several."""
     ((source,), (target,)) = one.sources, one.targets
     if one.op:
         reduce([source], one.op, target)

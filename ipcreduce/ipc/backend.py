@@ -79,11 +79,11 @@ class IpcBackend(DeviceBackend):
 
     # ---- running
     def prepare_whole(self, request: Request) -> Prepared | None:
-        """See :meth:`Launches.prepare`."""
+        """The launches of a call; None if the epilogue needs a kernel of its own. See :meth:`Launches.prepare`."""
         return self.launches.prepare(request)
 
     def bind(self, prepared: Prepared, addresses: Any) -> BoundLaunch:
-        """See :meth:`KernelGraphs.make`."""
+        """Make a launch with fixed addresses, for a call that is repeated: as a graph, where that is faster."""
         return self._graphs.make(prepared, addresses) or prepared.bind(addresses)
 
     # ---- suspend and resume
@@ -100,47 +100,47 @@ class IpcBackend(DeviceBackend):
         return isinstance(self.workspace, VirtualWorkspace)
 
     def check_suspendable(self) -> None:
-        """See :meth:`DeviceBackend.check_suspendable`. The ranks have agreed at start-up where workspaces are."""
+        """Check that workspaces are in virtual memory: on all ranks or on none. :raises UnsupportedError: if not."""
         self._virtual()
 
     def prepare_suspension(self, seconds: float) -> None:
-        """See :meth:`DeviceBackend.prepare_suspension`."""
+        """Wait for all work on the GPU, and create the memory that stays. :raises IpcReduceError: if that fails."""
         super().prepare_suspension(seconds)
         with using_relaxed(self.context), uninterrupted():
             self._virtual().prepare(suspended=True)
 
     def drop_prepared(self) -> None:
-        """See :meth:`DeviceBackend.drop_prepared`."""
+        """Release memory that was prepared and not mapped. Idempotent."""
         attempt(self.context, self._virtual().drop_prepared)
 
     def suspend(self) -> None:
-        """See :meth:`DeviceBackend.suspend`."""
+        """Give the workspace's memory back. :raises CudaError: if that fails."""
         with using_relaxed(self.context), uninterrupted():
             self._virtual().suspend()
 
     def prepare_resumption(self, seconds: float) -> None:
-        """See :meth:`DeviceBackend.prepare_resumption`."""
+        """Note if a kernel has run meanwhile, and create this rank's new memory. :raises IpcReduceError: on failure."""
         super().prepare_resumption(seconds)
         with using_relaxed(self.context), uninterrupted():
             self._used = self._virtual().was_used()
             self._virtual().prepare(suspended=False)
 
     def hand_over(self, ranks: Channel, deadline: float) -> None:
-        """See :meth:`DeviceBackend.hand_over`."""
+        """Exchange the new memory with the peers. Collective. :raises IpcReduceError: on every rank, if one fails."""
         with using_relaxed(self.context):
             virtual.hand_over(ranks, self._virtual(), deadline)
 
     def resume(self, deadline: float) -> bool:
-        """See :meth:`DeviceBackend.resume`."""
+        """Map the new memory. True if a foreign graph was launched meanwhile. :raises CudaError: if mapping fails."""
         with using_relaxed(self.context), uninterrupted():
             self._virtual().resume()
         return self._used
 
     # ---- ends
     def right(self, number: int) -> int:
-        """See :class:`DeviceBackend`. The call is found by the epoch of the first kernel that has ended without data.
+        """The last call up to ``number`` that was right here, found by the epoch of the first kernel without data.
 
-        Each kernel has advanced the epochs by one since. With graphs of others these are not only those of calls.
+        Each kernel since has advanced the epoch by one. With other libraries' graphs, not all kernels belong to calls.
         """
         first = self.page.ended_without_data
         if not first or self.order.shared:
@@ -148,7 +148,7 @@ class IpcBackend(DeviceBackend):
         epoch = np.zeros(1, np.uint32)
         with using_relaxed(self.context):
             driver.copy_to_host(epoch, self.workspace.address)
-        kernels = (int(epoch[0]) - first + 1) % (1 << 32)  # the first without data, and those behind it
+        kernels = (int(epoch[0]) - first + 1) % (1 << 32)  # the first without data, and those after it
         for call, fingerprint in self.page.calls.latest(self.order.launched):
             kernels -= fingerprint.operations
             if kernels <= 0:
@@ -161,7 +161,7 @@ class IpcBackend(DeviceBackend):
             self.workspace.reset()
 
     def end(self) -> None:
-        """See :class:`DeviceBackend`."""
+        """Free everything of this rank: what peers have mapped as soon as they have left."""
         self.release()
         shared, self.shared = self.shared, []
         leave = partial(driver.release_context, self.device.ordinal)

@@ -75,7 +75,7 @@ class BulkStep:
         self._outward.run(stream)
 
     def _own_place(self, copy: Any, side: int, whole: bool) -> int:
-        """Where the exchange finds or puts this rank's chunk: in the program's array, or in the area."""
+        """The address of this rank's chunk for the exchange: in the program's array, or in the area."""
         at: int = copy[side]
         if whole or (at | self._nbytes) % PACKET_BYTES:
             copy[_COUNT] = 0
@@ -84,7 +84,7 @@ class BulkStep:
         return at
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """See :class:`Step`."""
+        """The function to call, and its first argument, for a call that is repeated with these addresses."""
         return self.start, addresses
 
 
@@ -111,5 +111,5 @@ class BulkListStep:
         self._outward.start_parts((self._in_area, written), stream)
 
     def bound(self, places: Places) -> tuple[Start, Places]:
-        """See :class:`Step`."""
+        """The function to call, and its first argument, for a call that is repeated with these addresses."""
         return self.start, places

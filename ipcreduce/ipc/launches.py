@@ -112,7 +112,7 @@ class Launches:
         self, step: plan.LaunchPlan, dtype: str, op: str, *, table: Words | None = None, parts: int = 0,
         expression: Expression | None = None,
     ) -> driver.Launch:  # fmt: skip
-        """One launch, in whose arguments the addresses are still to be set."""
+        """Make one launch, in whose arguments the addresses are still to be set."""
         args = self._arguments(plan.code_offset(dtype, op))
         args[BYTES] = step.nbytes
         if table is not None:
@@ -172,7 +172,7 @@ class Launches:
         return plan.parts_shape(packets, self._workspace.n, self.resident, self.sharing, sms)
 
     def _tiles(self, every: Mapping[int, Rows], request: Request) -> plan.Tiles | None:
-        """The shape of a launch with few blocks; None if these arrays go another way."""
+        """The shape of a launch with few blocks; None if other kernels take these arrays."""
         n, sms = self._workspace.n, request.sms
         if [one.rows for one in every.values()] != [1] or self.algorithm not in (None, plan.BULK):
             return None
@@ -255,7 +255,7 @@ class Launches:
         return norm_plan.every_plan(shape, n, half_bytes, self.resident, self.sharing, self.kernels.programmatic)
 
     def _norm_limits(self) -> tuple[str | None, int, int, bool, norm_plan.NormTable]:
-        forced = None if self.algorithm == plan.BULK else self.algorithm  # which has no kernel with a norm
+        forced = None if self.algorithm == plan.BULK else self.algorithm  # bulk.cu has no kernel with a norm
         return forced, self.resident, self.sharing, self.kernels.programmatic, self.norm_table
 
     def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:

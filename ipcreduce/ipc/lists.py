@@ -1,6 +1,6 @@
 """The launches of a list of arrays: for all arrays of one dtype one launch, which has a table of them as arguments.
 
-In a launch the arrays lie one behind the other, each padded to whole packets (kernels/list.cuh). A part is an array, or
+In a launch the arrays lie one after the other, each padded to whole packets (kernels/list.cuh). A part is an array, or
 what a launch takes of it.
 """
 
@@ -36,7 +36,7 @@ def most_parts(version: Sequence[int]) -> int:
 class ListPlan:
     """One launch of a list: its plan, and its parts.
 
-    :ivar parts: the places in the table, which is the same for all lists: :data:`SHORT` or :data:`LONG`.
+    :ivar parts: the number of entries in the table, the same for all lists: :data:`SHORT` or :data:`LONG`.
     :ivar members: by part, the index of its array.
     :ivar offsets: by part, the bytes of its array that come before it.
     :ivar first: by part, its first packet in the launch.
@@ -83,10 +83,10 @@ def table(plan: ListPlan) -> Words:
 
 
 def setter(plan: ListPlan, args: Words) -> Setter:
-    """For :data:`Places` by part."""
+    """A function that sets the addresses of the launch's parts."""
     words, count = args.data, len(plan.members)
     ins, targets = (args[at : at + count].data.cast("B") for at in (ARG_WORDS, ARG_WORDS + plan.parts))
-    odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
+    odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is not a whole number of packets
 
     def set_parts(parts: Places) -> None:
         (read, read_bits), (written, written_bits) = parts
@@ -123,7 +123,7 @@ class ListStep:
         self._set_parts(self.parts_at(places))
 
     def bound(self, places: Places) -> tuple[Start, Places]:
-        """See :class:`Step`."""
+        """The function to call, and its first argument, for a call that is repeated with these addresses."""
         return self.start_parts, self.parts_at(places)
 
     def _start(self, places: Places, stream: Stream) -> None:

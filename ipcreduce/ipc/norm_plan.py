@@ -77,7 +77,7 @@ def _clusters_for(hidden: int) -> list[int]:
 
 @dataclass(frozen=True)
 class NormPlan:
-    """One launch. ``grid`` counts blocks, of which ``cluster`` have a row together; ``depth``: units a thread."""
+    """A fused launch. ``grid`` counts blocks, of which ``cluster`` share a row; ``depth``: units a thread."""
 
     kernel: str
     cluster: int
@@ -118,7 +118,7 @@ def make_plan(
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
     too_long = shape.hidden > (_LONG_HIDDEN if clusters and shape.rows <= _MANY_ROWS else _SHORT_HIDDEN)
-    # As for the plain all-reduce, because the norm costs the same behind both. Over 2 ranks very long rows, and long
+    # As for the plain all-reduce, because the norm costs the same after both. Over 2 ranks very long rows, and long
     # ones if they are many, go in two hops from 2 MB on, since then a block has fewer threads.
     most = 2 * MB if n == 2 and too_long else ONE_HOP_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
@@ -167,7 +167,7 @@ def variants(
     limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
     edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {EPOCH_SLOTS, *_ROWS}
     for name in [forced] if forced else [*ALGORITHMS]:
-        for rows in {1} | edges | {edge + 1 for edge in edges}:  # where the plan may change
+        for rows in {1} | edges | {edge + 1 for edge in edges}:  # the plan may change at these numbers
             one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
             plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
             if plan is not None:

@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass
 class Plan:
-    """One launch. :ivar packets: by rank, those of its message."""
+    """One launch of gather.cu or scatter.cu. :ivar packets: by rank, the packets of its message."""
 
     packets: list[int]
     pieces: list[Piece] = field(default_factory=list)
@@ -98,7 +98,7 @@ def _of_row(member: int, rows: Rows, row: int, rank: int, most_packets: int) -> 
 
 
 def places(plan: Plan) -> int:
-    """The places in the table of a launch."""
+    """The number of entries in the table of a launch."""
     return next(most for most in (ONE, SHORT, LONG) if len(plan.pieces) <= most)
 
 
@@ -159,19 +159,19 @@ def step(plan: Plan, launch: driver.Launch, *, gathers: bool, length: int | None
 
 
 def _setter(words: memoryview, at: tuple[int, ...], before: tuple[int, ...], steps: int) -> Setter:
-    """For the addresses (source, target) of one array. ``at``: their words. ``before``: the bytes before each."""
+    """A function that sets source and target of one array. ``at``: their words. ``before``: the bytes before each."""
     (read, written), (of_source, of_target) = at, before
 
     def set_addresses(addresses: Sequence[int]) -> None:
         words[read] = source = addresses[0] + of_source
         words[written] = target = addresses[1] + of_target
-        words[IN] = source | target | steps  # by which the kernel sees alignment
+        words[IN] = source | target | steps  # the kernel sees from these bits how all addresses are aligned
 
     return set_addresses
 
 
 def _list_setter(words: memoryview, at: tuple[int, ...], count: int, steps: int) -> Setter:
-    """For :data:`Places` by piece. ``at``: the words of the first one."""
+    """A function that sets sources and targets of several pieces. ``at``: the words of the first one."""
     read, written = (words[one : one + count * MEMBER_WORDS : MEMBER_WORDS] for one in at)
     form: Any = words.format
 

@@ -45,8 +45,8 @@ EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
 RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
 FUSED_DTYPES = "float16", "bfloat16"  # of kernels that also normalise rows
 BYTES = "bytes"  # the dtype of what is moved and not reduced
-# What has slots of its own, so that ranks that differ in it wait for each other's packets instead of reducing them. The
-# place of an entry is its code. Those of launches that are planned here come before those of norms (CODES_BYTES).
+# Each (dtype, op) here has slots of its own: ranks that differ in it wait for packets, and reduce no wrong ones. An
+# entry's index is its code. Those of launches that are planned here come before those of norms (CODES_BYTES).
 CODES = {
     of: code
     for code, of in enumerate(
@@ -69,7 +69,7 @@ ONE_HOP_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 *
 _LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its packets and bytes in 32 bits
 LAUNCH_PACKETS = _LAUNCH_BYTES // PACKET_BYTES
 BULK_BYTES = 1 * MB  # from this size on, it is used for calls that may not have all blocks
-_BULK_BLOCKS, _TILE_BLOCKS, _BULK_THREADS = 8, 24, 512  # as few blocks as fill the links
+_BULK_BLOCKS, _TILE_BLOCKS, _BULK_THREADS = 8, 24, 512  # so few blocks fill the links
 _STAGE_BYTES, _ROUNDS, _LEAST_TILES = 32 * KB, 4, 3  # of tiles.cuh
 _MAX_AREA = 256 * MB
 _GRAPH_BYTES = 1 * MB  # up to this size, most hosts take longer to launch an eager call than the GPU takes to run it

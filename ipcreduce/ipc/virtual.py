@@ -31,7 +31,7 @@ class VirtualWorkspace(Workspace):
     where = "virtual memory"
 
     def __init__(self, rank: int, n: int, nbytes: int, area_bytes: int, ordinal: int) -> None:
-        """Do as :class:`Workspace`, in memory of the GPU ``ordinal``. :raises CudaError: if that fails."""
+        """Reserve addresses, and allocate memory of the GPU ``ordinal`` there. :raises CudaError: if that fails."""
         self._ordinal, self._piece = ordinal, virtual_memory.rounded(ordinal, 1)
         self._own = Range(ordinal, virtual_memory.rounded(ordinal, nbytes + area_bytes))
         self._there: list[Range] = []  # the peers', in the order of ``peers``
@@ -56,7 +56,7 @@ class VirtualWorkspace(Workspace):
         return self._own.export()
 
     def _map(self, handle: Any) -> tuple[int, Callable[[], None]]:
-        """See :meth:`Workspace._map`. :param handle: a descriptor, which stays the caller's."""
+        """Map one peer's workspace. Returns its address here, and what unmaps it. ``handle``: its descriptor."""
         there = Range(self._ordinal, self._own.nbytes)
         try:
             there.attach(virtual_memory.import_descriptor(handle))
@@ -67,7 +67,7 @@ class VirtualWorkspace(Workspace):
         return there.address, there.close
 
     def reset(self) -> None:
-        """See :meth:`Workspace.reset`. While it is suspended there is nothing to reset."""
+        """Empty every slot and reset the epochs, unless the workspace is suspended: then there are none."""
         if not self._is_suspended:
             super().reset()
 
@@ -90,8 +90,8 @@ class VirtualWorkspace(Workspace):
     def suspend(self) -> None:
         """Give all memory back but one piece, in place of the epochs, and keep the addresses.
 
-        No kernel of this rank may be running. A kernel of a graph of others may come later. In the piece every epoch
-        is that of an abandoned wait. So the kernel neither waits nor sends, and touches nothing else of any workspace.
+        No kernel of this rank may be running. Another library's graph may launch one later. In the piece every epoch
+        is that of an abandoned wait. So that kernel neither waits nor sends, and touches nothing else of any workspace.
         """
         self._is_suspended = True
         self._own.swap(self._piece)

@@ -34,7 +34,7 @@ _FREED_SECONDS = 1.0  # the wait in close() for NCCL to free a communicator
 _FREE_SECONDS = 10.0  # the same wait before a new communicator: NCCL also waits for the program's work on the device
 _SLICE_SECONDS = 0.05  # between two looks for lost ranks, while NCCL waits for the ranks
 _LONG_SECONDS = 3600.0
-_NOTICE_SECONDS = 1.0  # in which the watchdog notices the end of a rank
+_NOTICE_SECONDS = 1.0  # after so long the watchdog has noticed the end of a rank
 _WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # NCCL lacks int16; its low bits are the same
 
 
@@ -108,7 +108,7 @@ class NcclBackend(DeviceBackend):
 
     # ---- running
     def prepare_whole(self, request: Request) -> Prepared | None:
-        """See :class:`DeviceBackend`. The calls of a list, and of arrays that are split, are one group."""
+        """One call of NCCL, or one group of calls for a list or for parts; None for a call with an epilogue."""
         if request.epilogue is not None:
             return None
         wider: list[Any] = [_WIDER.get(one.kind) if request.op else None for one in request.members]
@@ -141,20 +141,20 @@ class NcclBackend(DeviceBackend):
 
     # ---- suspend and resume
     def check_suspendable(self) -> None:
-        """See :class:`DeviceBackend`. All ranks have the same NCCL, or they could not have joined."""
+        """Check that NCCL, of one version on all ranks, can give memory back. :raises UnsupportedError: if not."""
         why = library.cannot_suspend()
         if why is not None:
             raise UnsupportedError(f"rank {self.rank}, suspend(): {why}", reach=Reach.ALL)
 
     def drop_prepared(self) -> None:
-        """See :class:`DeviceBackend`. Nothing is."""
+        """Do nothing: NCCL prepares no memory."""
 
     def suspend(self) -> None:
-        """See :class:`DeviceBackend`."""
+        """Let NCCL give its memory back. :raises IpcReduceError: if that fails, or a rank is lost."""
         self._wait_for(background.Job(self.nccl.suspend), clock.now() + self._timeout)
 
     def resume(self, deadline: float) -> bool:
-        """See :class:`DeviceBackend`. Nobody notices a launch meanwhile: it reaches memory that is not there."""
+        """Let NCCL get its memory again. Returns False: nobody can notice that a graph was launched meanwhile."""
         self._wait_for(background.Job(self.nccl.resume), deadline)
         return False
 
@@ -166,7 +166,7 @@ class NcclBackend(DeviceBackend):
         return bytes([not self.nccl.is_open]) + self._identity
 
     def right(self, number: int) -> int:
-        """See :class:`DeviceBackend`. Calls that had ended before the guard aborted the others are right, too."""
+        """The last right call up to ``number``: also calls that ended before the guard aborted later ones."""
         return max(super().right(number), min(number, self._guard.ended))
 
     def reset(self, offers: Sequence[bytes]) -> None:
@@ -194,7 +194,7 @@ class NcclBackend(DeviceBackend):
         return have_ended
 
     def end(self) -> None:
-        """See :class:`DeviceBackend`."""
+        """Close NCCL's communicator if no rank waits for data, and free everything of this process."""
         if self.peers_have_left():  # no rank waits for data of this one
             attempt(self.context, self.nccl.close)
         self.release()

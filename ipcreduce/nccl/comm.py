@@ -22,7 +22,7 @@ _ENQUEUE_SECONDS = 1.0  # how long an abort waits for a thread that is putting a
 class NcclCommunicator:
     """The current NCCL communicator of this rank. The program's threads use it, and the guard may abort it.
 
-    :ivar validity: of this communicator, which graphs hold that record its calls.
+    :ivar validity: the validity of this communicator's calls: graphs with such calls hold it.
     :ivar enqueuing: the call that is being put on a stream, else None. A first call may wait here for the ranks.
     """
 
@@ -43,7 +43,7 @@ class NcclCommunicator:
         return self._comm is not None
 
     def use(self, comm: Any) -> None:
-        """From now on, use a communicator that :func:`library.join` has made."""
+        """Use a communicator that :func:`library.join` has made, from now on."""
         self._comm, self.validity = comm, Validity()
 
     def all_reduce(self, argument: tuple[int, int, int, int, int], stream: Stream) -> None:
@@ -145,16 +145,16 @@ class NcclCommunicator:
         return job is not None and job.wait(seconds) and not self._closing  # NCCL may still free another communicator
 
     def suspend(self) -> None:
-        """See :func:`library.suspend`."""
+        """Let NCCL give its memory back. :raises CudaError: if that fails."""
         with using_relaxed(self._context):
             library.suspend(self._comm)
 
     def resume(self) -> None:
-        """See :func:`library.resume`."""
+        """Let NCCL get its memory again. It waits for all ranks. :raises CudaError: if that fails."""
         with using_relaxed(self._context):
             library.resume(self._comm)
 
     def problem(self) -> str | None:
-        """See :func:`library.problem`."""
+        """The error that NCCL has met; None if there is none, or if the communicator is closed."""
         with self._aborting:
             return None if self._comm is None else library.problem(self._comm)

@@ -27,7 +27,7 @@ _TICK_SECONDS = 0.05
 # cost a new communicator, and recorded graphs would have to be recorded again.
 _GRACE_SECONDS = 0.1
 _LAST_TURN_SECONDS = 1.0
-_NOTICE_SECONDS = 0.5  # in which the watchdog notices the end of a rank, before NCCL's error for it is posted
+_NOTICE_SECONDS = 0.5  # after so long the watchdog has noticed the end of a rank; NCCL's error for it comes second
 _NAME = "ipcreduce-nccl"
 
 

@@ -1,6 +1,6 @@
 """The calls of NCCL that make an all-gather, a reduce-scatter or a broadcast.
 
-NCCL's all-gather and reduce-scatter take equal parts, one behind the other. Other parts are a broadcast or a reduction
+NCCL's all-gather and reduce-scatter take equal parts, one after the other. Other parts are a broadcast or a reduction
 for each rank, in one group. Rows are packed by the caller: see ``Prepared.packed``.
 """
 

@@ -5,7 +5,7 @@ single rank may have a page of its own, too.
 
 Its head, which the GPUs reach too, holds the abort word, which ends every wait of every rank. For each rank it also
 holds two words that the rank's kernels write: the peers for which they waited in vain, and a flag once one of them has
-ended without data. Behind the head come the flight recorder and one block a rank: identity, fault, loss, rounds.
+ended without data. After the head come the flight recorder and one block a rank: identity, fault, loss, rounds.
 
 Nothing here relies on the order in which another processor's stores become visible. Faults, losses, rounds and
 meetings are records (records.py), seen whole or not at all. A reader that finds the abort word raised by a host looks

@@ -26,7 +26,7 @@ class Fingerprint:
         return cls(text, zlib.crc32(encoded(checked or text)))
 
     def made_by(self, operations: int) -> Fingerprint:
-        """The same with a number of :attr:`operations`."""
+        """A copy of the fingerprint with this number of :attr:`operations`."""
         return replace(self, operations=operations)
 
     def __str__(self) -> str:

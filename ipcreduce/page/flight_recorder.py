@@ -43,7 +43,7 @@ class FlightRecorder:
         self.agreed: dict[int, memoryview] = {}  # by the keys in our table: a slot in which all ranks have that key
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
-        self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
+        self.recorded: list[Fingerprint | None] = [None] * RING  # the calls whose keys are in this rank's slots
         self.restarts = 0  # of our table of texts
         self.first = 1  # calls from here on are numbered without gaps: a resynchronisation leaves one
 
@@ -175,7 +175,7 @@ class FlightRecorder:
         return bytes(found[0]).decode(errors="replace") if len(found) else "another call"
 
     def describe_both(self, rank: int, call: int) -> str:
-        """This rank's call of a number, and another's, for people."""
+        """The calls of this number of this rank and of another one, for people."""
         return by_rank({one: self.describe(one, call) for one in (self._rank, rank)})
 
 

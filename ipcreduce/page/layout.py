@@ -11,7 +11,7 @@ import numpy as np
 from . import flight_recorder
 from .records import record
 
-OFFER_BYTES = 136  # of a rank at a meeting
+OFFER_BYTES = 136  # for what a rank offers the others at a meeting
 CHUNK_BYTES = 1024  # of a rank's payload in one round
 ABORT_OFFSET = 0
 
@@ -36,7 +36,7 @@ def rank_layout(n: int) -> np.dtype[Any]:
 
 
 def ranks_offset(n: int) -> int:
-    """Offset of the ranks' blocks: behind head and flight recorder."""
+    """Offset of the ranks' blocks: after head and flight recorder."""
     return head_bytes(n) + flight_recorder.nbytes(n)
 
 

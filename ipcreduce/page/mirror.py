@@ -3,7 +3,7 @@
 The page's readers and writers are the same as on one host. Copies are of states, not of events: a message has this
 rank's block if that has changed, the keys of its calls since the last message, and the abort word if it has raised it.
 So a rank that could not send for a while leaves nothing out. A message that shows a meeting shows also every abort
-raised before it; so none arrives behind the meeting after which the abort word is cleared.
+raised before it. So none arrives later than the meeting after which the abort word is cleared.
 
 Calls are compared when their keys have arrived (comparison.py), not before they start: an exchange between hosts takes
 longer than a call.
@@ -22,7 +22,7 @@ _MAX_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the con
 _READ_BYTES = 1 << 18
 _ENDED = "its process has ended"
 
-# Bytes behind the head; bytes of messages read so far; times the abort word was raised, and its value; the number of
+# Bytes after the head; bytes of messages read so far; times the abort word was raised, and its value; the number of
 # the last call; the first key's call, and how many there are; the first text's index, and how many; bytes of the block.
 _HEAD = struct.Struct("<QQIIQQIIII")
 
@@ -48,7 +48,7 @@ class Mirror:
         self._turn = RLock()
         self.ended: Callable[[int], object] = lambda descriptor: None  # called before a connection is closed
         self._peers = {connection.fileno(): _Peer(rank, connection) for rank, connection in connections.items()}
-        self._most = page.calls.most_news + len(page.read_block())  # bytes behind a head
+        self._most = page.calls.most_news + len(page.read_block())  # bytes after a head
 
     def descriptors(self) -> list[int]:
         """The connections that are open."""
@@ -119,9 +119,9 @@ class Mirror:
     def _news(self, peer: _Peer) -> bytes:
         page, calls = self._page, self._page.calls
         full = peer.sent - peer.acknowledged > _MAX_UNREAD
-        version = page.version  # before the block; the aborts behind it
+        version = page.version  # before the block; the aborts after it
         block = page.read_block() if version != peer.version else b""
-        # Behind the block: a rank that sees the round of a call compares calls next. Before the keys, and these before
+        # After the block: a rank that sees the round of a call compares calls next. Before the keys, and these before
         # their texts.
         number = calls.number[0]
         last = number, calls.own_key(number)
@@ -149,7 +149,7 @@ class Mirror:
         """Send what is left to say, for up to ``seconds``, and close the connections."""
         deadline = clock.now() + seconds
         with self._turn:
-            for _ in range(2):  # what a connection had not taken yet, and then the news behind that
+            for _ in range(2):  # what a connection had not taken yet, and then the news after that
                 self.send()
                 while any(peer.outgoing for peer in self._peers.values()) and clock.now() < deadline:
                     time.sleep(1e-3)
@@ -163,6 +163,6 @@ class Mirror:
         peer.connection.close()
 
     def forked(self) -> None:
-        """In a child process: close its copies of the connections, or nobody would see the parent's end."""
+        """Close a forked child's copies of the connections, or nobody would see the parent's end."""
         for peer in self._peers.values():
             peer.connection.close()

@@ -66,7 +66,7 @@ class Watch:
             log(INFO, "rank %d of %d: rank %d is gone: %s", self._page.rank, self._page.n, *self.lost)
 
     def forked(self) -> None:
-        """In a child process: let go of what would keep the parent's end from being seen."""
+        """Let a forked child drop what would keep the parent's end from being seen."""
         self.mirror.forked()
 
     def stop(self) -> None:
@@ -211,7 +211,7 @@ class _Watchdog:
     def _unregister(self, descriptor: int) -> None:
         """Stop watching a descriptor. Closing it is not enough, since a forked child may have it too."""
         if self._epoll is not None:
-            with suppress(FileNotFoundError):  # an interrupt came behind this before
+            with suppress(FileNotFoundError):  # an interrupt came after this before
                 self._epoll.unregister(descriptor)
 
     def _run(self, epoll: select.epoll) -> None:

@@ -218,7 +218,7 @@ class _Meeting:
         self._visits[visit] = rank, address
         try:
             code = connection.connect_ex((address, self._ports[rank]))
-        except OSError as error:  # the text is no address
+        except OSError as error:  # the text is not an address
             self._fail(visit, str(error))
             return
         if code not in (0, errno.EINPROGRESS):

@@ -129,11 +129,11 @@ class Request(Protocol):
 
 
 class Channel(Protocol):
-    """The way of the exchanges: MPI, another group of the program, or later the control page."""
+    """The channel of the exchanges: MPI, another group of the program, or later the control page."""
 
     rank: int
     size: int
-    call: int  # in which the exchanges take place; 0 at start-up
+    call: int  # the call in which the exchanges take place; 0 at start-up
     silence: str  # the part of an error message for ranks that do not answer in time
     left: bool  # True once all ranks know that one has left start-up: no exchange follows
 
@@ -265,7 +265,7 @@ def step(ranks: Channel, deadline: float, what: str, *, waits: bool = False) -> 
 
     :param waits: the block waits for other ranks, so Ctrl-C ends it. Any other block ends before Ctrl-C raises.
     :raises Agreed: with the ranks' reasons. :raises IpcReduceError: if a rank leaves start-up: see :func:`allgather`.
-        An exception that is no IpcReduceError and no OSError is raised unchanged on its own rank.
+        An exception that is neither an IpcReduceError nor an OSError is raised unchanged on its own rank.
     """
     error: BaseException | None = None
     try:

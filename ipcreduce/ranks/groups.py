@@ -53,7 +53,7 @@ def of(group: Any) -> exchange.Ranks:
     """The ranks of ``group``. No other rank is asked.
 
     :param group: None stands for MPI.COMM_WORLD, or for this process alone if there is neither MPI nor a launcher.
-    :raises ArgumentError: if it is no group, or if its rank is not between 0 and its size.
+    :raises ArgumentError: if it is not a group, or if its rank is not between 0 and its size.
     :raises UnsupportedError: if it is a group of MPI, and MPI cannot be used or does not know the launcher's ranks.
     """
     if group is None:
@@ -152,7 +152,7 @@ class GroupRanks:
         self._group, self._allgather = group, allgather
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
-        """See :class:`exchange.Ranks`."""
+        """Begin to collect every rank's ``sent`` in ``received``, in another thread. Collective."""
         data, call = sent.tobytes(), _open.get(id(self._group))
         if call is None or call.data != data:
             call = _open[id(self._group)] = _Call(self._group, self._allgather, data, call)

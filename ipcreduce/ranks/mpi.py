@@ -81,7 +81,7 @@ class MpiRanks:
     def of(cls, mpi: Any) -> MpiRanks:
         """The ranks of ``mpi``, a communicator of mpi4py.
 
-        :raises ArgumentError: if it is no intracommunicator, or COMM_NULL.
+        :raises ArgumentError: if it is COMM_NULL, or not an intracommunicator.
         :raises UnsupportedError: if MPI is not initialised, or finalised.
         """
         module = require()
@@ -95,7 +95,7 @@ class MpiRanks:
         return cls(mpi)
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
-        """See :class:`exchange.Ranks`. :raises UnsupportedError: if MPI is finalised."""
+        """Begin to collect every rank's ``sent``. Collective. :raises UnsupportedError: if MPI is finalised."""
         check_runs()
         return self.mpi.Iallgather(sent, received)
 
@@ -107,7 +107,7 @@ class MpiRanks:
         """
         try:
             if not (kept := [one for one in _pending if one[0] == self.mpi]):
-                # Called by C, and stored at once: behind a call of its own an interrupt could lose it.
+                # Called by C, and stored at once: after a call of its own an interrupt could lose it.
                 _pending.extend(zip([self.mpi], map(methodcaller("Idup"), [self.mpi]), strict=True))
                 kept = _pending[-1:]
             mine, request = kept[0][1]

@@ -147,7 +147,7 @@ def _serve(result: None, group: Any, *_: Any, **__: Any) -> None:
 
 
 def _normalise(theirs: Any, **named: Any) -> Any:
-    """Make SGLang's call of FlashInfer by ipcreduce, where that takes it: on the tensor-parallel group, uncompiled.
+    """Run SGLang's fused FlashInfer call by ipcreduce, where ipcreduce takes it: tensor-parallel group, not compiled.
 
     The choice is the same on every rank.
     """

@@ -56,13 +56,13 @@ def _quantised_shapes(x: torch.Tensor, *_: Any) -> Pair:
 
 
 def key() -> str:
-    """A digest of this module and of what it uses, for caches of what they have changed."""
+    """A digest of this module and of what it uses: caches of compiled graphs keep what it has changed apart by it."""
     texts = [Path(path).read_bytes() for path in (__file__, quantised.__file__)]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def fuse(graph: fx.Graph, group: str) -> int:
-    """Replace what can be replaced in a functional graph. Returns how many all-reduces that were.
+    """Fuse all-reduces with the RMSNorm after them in a functional graph. Returns how many all-reduces were fused.
 
     Those are all-reduces of the group whose result goes into a RMSNorm: into one with a residual and nowhere else, or
     into one without. Gemma's weights, to which 1 is added in float32, are seen through.
@@ -96,7 +96,7 @@ class _Norm(NamedTuple):
 
 
 def _norm(node: fx.Node) -> _Norm | None:
-    """vLLM's operators for it; the last under VLLM_BATCH_INVARIANT, where its custom operator is switched on."""
+    """The RMSNorm that a node is, or None. vLLM has the last form under VLLM_BATCH_INVARIANT, with a custom one."""
     target = str(node.target)
     if target == "vllm_ir.fused_add_rms_norm.default":
         x, residual, weight, eps, *part = node.args

@@ -31,7 +31,7 @@ def _joined(methods: type, theirs: type) -> type:
 
 
 def _found(reducer: Any) -> ServingAllReduce | None:
-    """The all-reduce, if it is ours now: servers take it away for a time, and when they end."""
+    """The all-reduce, if it is ipcreduce's now: servers take it away for a time, and when they end."""
     return reducer if isinstance(reducer, ServingAllReduce) else None
 
 
@@ -60,7 +60,7 @@ class _Methods:
 
 
 class CommunicatorMethods(_Methods):
-    """Those of vLLM's CudaCommunicator. Version 0.26.0 has no ``reduce_scatterv_into_output``."""
+    """The collectives of vLLM's CudaCommunicator. Version 0.26.0 has no ``reduce_scatterv_into_output``."""
 
     pynccl_comm: Any
 
@@ -99,7 +99,7 @@ class CommunicatorMethods(_Methods):
 
 
 class VllmGroupMethods(_Methods):
-    """Those of vLLM's GroupCoordinator that do not call its communicator."""
+    """The collectives of vLLM's GroupCoordinator that do not call its communicator."""
 
     device_communicator: Any
 
@@ -114,7 +114,7 @@ class VllmGroupMethods(_Methods):
 
 
 class SGLangMethods(_Methods):
-    """Those of SGLang's GroupCoordinator.
+    """The collectives of SGLang's GroupCoordinator.
 
     The two with an underscore run within operators of SGLang. The others may be compiled: then they are SGLang's, and
     call those two.
@@ -143,7 +143,7 @@ class SGLangMethods(_Methods):
 
     @_traced
     def reduce_scatter_tensor(self, output: Any, input: Any) -> None:
-        """Where SGLang is deterministic, its own is an all-reduce of a clone and a slice of that."""
+        """Sum, and keep this rank's part. Where SGLang is deterministic, it would reduce a clone and take a slice."""
         if torch.compiler.is_compiling() or self._scattered_flat(output, input) is None:
             super().reduce_scatter_tensor(output, input)  # type: ignore[misc]
 

@@ -16,7 +16,7 @@ _log = logging.getLogger("ipcreduce.serving")
 
 
 class FusedNorms(InductorPass):  # type: ignore[misc]
-    """The pass for one group."""
+    """The pass that fuses the all-reduces and norms of one group."""
 
     def __init__(self, group: str) -> None:
         self._group = group

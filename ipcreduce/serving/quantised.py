@@ -41,7 +41,7 @@ def after(rows: list[fx.Node]) -> Quantisation | None:
 
 
 def _fits(found: Quantisation, rows: torch.Tensor) -> bool:
-    """One float32 that is there from the start; and results of e4m3, one for each element: no padding."""
+    """True if the scale is one float32 that is there from the start, and the results are e4m3 without padding."""
     scale, results = found.scale.meta.get("val"), [one.meta["val"] for one in found.results]
     return (
         found.scale.op == "placeholder"

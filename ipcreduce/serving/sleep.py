@@ -50,7 +50,7 @@ def follow(reducer: Reducer) -> None:
 
 
 def _wrap(kind: type, sleep: str, wake_up: str) -> None:
-    """Give memory back behind the server's method, which may refuse to sleep, and get it again before the other."""
+    """Wrap two methods: memory is given back after ``sleep``, which may refuse, and taken again before ``wake_up``."""
     fall_asleep, wake = getattr(kind, sleep), getattr(kind, wake_up)
 
     @functools.wraps(fall_asleep)

@@ -87,7 +87,7 @@ class Buckets:
         return future
 
     def _stream_beside(self, tensor: Any) -> Any:
-        """The stream of the all-reduces, behind the present work on the current stream, with the tensor's memory."""
+        """The stream of the all-reduces, after the present work on the current stream, with the tensor's memory."""
         cuda = torch.cuda
         if self._stream is None:  # of high priority, so that the all-reduces start between the backward pass's kernels
             self._stream = cuda.Stream(tensor.device, priority=-1)
@@ -180,7 +180,7 @@ def ddp_hook(comm: Communicator, sms: int | None = 8) -> Callable[[Any, Any], An
 
     :param sms: the most blocks of an all-reduce of 4 MB or more, which then leaves most multiprocessors to the backward
         pass; the same on every rank. None: as many as are fastest alone. See :meth:`Communicator.allreduce`.
-    :raises ArgumentError: if ``comm`` is no Communicator, or ``sms`` no int from 1 on.
+    :raises ArgumentError: if ``comm`` is not a Communicator, or ``sms`` not an int from 1 on.
     """
     check_is_communicator(comm, "ddp_hook(comm)")
     buckets = Buckets(comm, None if sms is None else checked_sms(sms))

@@ -29,7 +29,7 @@ class _Comm:
     """The communicator, and the memory that FSDP asks for."""
 
     def __init__(self, comm: Communicator, sms: int | None = 16) -> None:
-        """:raises ArgumentError: if ``comm`` is no Communicator, or ``sms`` no int from 1 on."""
+        """:raises ArgumentError: if ``comm`` is not a Communicator, or ``sms`` not an int from 1 on."""
         check_is_communicator(comm, f"{type(self).__name__}(comm)")
         self._comm, self._group = comm, GroupCheck(comm)
         self._sms = None if sms is None else checked_sms(sms)

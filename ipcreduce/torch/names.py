@@ -37,7 +37,7 @@ def register(name: str, comm: Communicator) -> None:
 
 
 def check_is_communicator(comm: Any, call: str) -> None:
-    """:raises ArgumentError: if ``comm`` is no Communicator. ``call`` is what to call instead."""
+    """:raises ArgumentError: if ``comm`` is not a Communicator. ``call`` is what to call instead."""
     if not issubclass(type(comm), Communicator):
         raise ArgumentError(f"comm is {kind_of(comm)}, which is no ipcreduce.Communicator. Call {call}")
 

@@ -109,7 +109,7 @@ def _operator(
 ) -> Any:  # fmt: skip
     """Define an operator that is linear in its first argument.
 
-    :param derivative: backward. :param batched: the arguments behind the tensor for a batch of them, along axis 0.
+    :param derivative: backward. :param batched: the arguments after the tensor for a batch of them, along axis 0.
     """
     library.define(f"{name}{schema}")
     operator: Any = getattr(torch.ops.ipcreduce, name)

@@ -189,10 +189,9 @@ def test_pictures_are_drawn_from_the_result_files(name: str) -> None:
     assert pictures.note(name).encode() in (results.RESULTS / f"{name}.png").read_bytes()
 
 
-def test_every_picture_that_is_shown_can_be_drawn() -> None:
+def test_the_pictures_that_are_shown_are_drawn() -> None:
     shown = {Path(link).name for page in PAGES.values() for link in documents.links(page) if link.endswith(".png")}
-    assert shown
-    assert shown <= {f"{name}.png" for name in pictures.DRAWN}
+    assert shown == {f"{name}.png" for name in pictures.DRAWN} == {path.name for path in results.RESULTS.glob("*.png")}
 
 
 @pytest.mark.parametrize(
@@ -200,6 +199,15 @@ def test_every_picture_that_is_shown_can_be_drawn() -> None:
 )
 def test_microseconds(us: float | None, text: str) -> None:
     assert results.us_text(us) == text
+
+
+def test_every_result_file_is_named() -> None:
+    """By a page or by the notes, as `sweep-*.json` for instance."""
+    texts = *map(text_of, PAGES), (ROOT / "benchmarks" / "NOTES.md").read_text()
+    named = [name for text in texts for name in re.findall(r"`(?:[\w/]*/)?([\w*-]+\.json)`", text)]
+    files = sorted(path.name for path in results.RESULTS.glob("*.json"))
+    assert [file for file in files if not any(map(Path(file).match, named))] == []
+    assert [name for name in named if not any(Path(file).match(name) for file in files)] == []
 
 
 def test_every_result_file_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ _Read = Callable[[Sequence[Any]], list[int] | None]
 class Members(NamedTuple):
     """The arrays of a list, by member. In an all-reduce and a broadcast a part is the whole array.
 
-    :ivar units: of which addresses are multiples. :ivar parts: bytes of this rank's part. :ivar wholes: of all parts.
+    :ivar units: addresses are multiples of these. :ivar parts: bytes of this rank's part. :ivar wholes: of all parts.
     :ivar places: where this rank's part lies in the whole array; None for 0 in all of them.
     :ivar gathers: parts are read, and whole arrays are written. False: the other way round.
     :ivar shapes: of the results; None for those of the arrays.
@@ -41,7 +41,7 @@ class Members(NamedTuple):
 
 
 class _Layout:
-    """See :class:`Layout`.
+    """The readers of addresses, and the sizes of the members, by which these are checked. It is a :class:`Layout`.
 
     :ivar read: the addresses of a list, if it is of this form; else None. ``read_out``: those of its outputs.
     :ivar pack: the addresses of a list as the bytes of words.
@@ -49,7 +49,7 @@ class _Layout:
 
     def __init__(self, read: _Read, read_out: _Read, members: Members) -> None:
         self.read, self.read_out, self._of = read, read_out, members
-        self.pack = Struct(f"{len(members.units)}P").pack  # as pointers, in half of the time of other numbers
+        self.pack = Struct(f"{len(members.units)}P").pack  # pointers are packed in half of the time of other numbers
         self._parts, self._wholes = (np.array(sizes, np.uint64) for sizes in (members.parts, members.wholes))
         self._places: Words = np.array(members.places or 0, np.uint64)
         self._largest, self._longest = max(members.units), max(members.wholes)
@@ -132,7 +132,7 @@ class ListHits:
         self._of_length: dict[tuple[Any, int], Form | None] = {}
 
     def lookup(self, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
-        """A call on a list or a tuple of arrays, if it has a launch."""
+        """Look up a call on a list or a tuple of arrays. Returns its launch, or None, its result and its stream."""
         if not arrays:
             return MISS
         if out is arrays:
@@ -165,9 +165,9 @@ class ListHits:
         return MISS if current is None else (entry.bound, out, current)
 
     def _by_place(self, ends: _Ends | None, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
-        """Look a call up by its place: see :meth:`lookup`.
+        """Look up a call by the addresses of its arrays, when it is not found by the arrays. See :meth:`lookup`.
 
-        :param ends: by which it may be inserted.
+        :param ends: the key under which the call may be inserted.
         """
         cache, form = self._cache, self._of_length.get((op, len(arrays)))
         if form is None:
@@ -226,7 +226,7 @@ class ListHits:
         self, arrays: Sequence[Any], op: Any, results: Sequence[Any], prepared: Prepared,
         members: Callable[[], Members | None],
     ) -> tuple[Any, Form] | None:  # fmt: skip
-        """See :meth:`form_of`. ``op``: what has to be the same but for the arrays. ``members``: None for no form."""
+        """The key and the form of lists like this one; None for no form. ``op``: all arguments but arrays, in one."""
         key = _key(arrays, op) if type(arrays) in (list, tuple) else None  # lookup() takes no others
         if key is None:
             return None
@@ -249,7 +249,7 @@ class ListHits:
 
 
 def _key(arrays: Sequence[Any], op: Any) -> tuple[Any, ...] | None:
-    """By what a form of lists is found; None if its first and last array are not plain and of one library."""
+    """The key of a form of lists; None if the first and last array are not plain and of one library."""
     if not arrays:
         return None
     first, last = arrays[0], arrays[-1]

@@ -22,11 +22,11 @@ _Given = tuple[int, int, tuple[int, ...]]  # addresses of source and target, and
 
 @dataclass(frozen=True)
 class _Layout:
-    """See :class:`Layout`.
+    """The sizes of the arrays, by which addresses are checked. It is a :class:`Layout`.
 
     :ivar nbytes: of the result, and ``itemsize``: of its elements.
-    :ivar arrays: of the operands: index, bytes, itemsize, and whether the result itself can be this operand.
-    :ivar numbers: of the operands: index, and what gives the bytes of a number.
+    :ivar arrays: of the operands that are arrays: index, bytes, itemsize, and if the operand may be the result itself.
+    :ivar numbers: of the operands that are numbers: index, and a function that gives the bytes of a number.
     """
 
     nbytes: int
@@ -35,7 +35,7 @@ class _Layout:
     numbers: tuple[tuple[int, Callable[[Any], bytes]], ...]
 
     def words(self, places: Sequence[_Place | None], values: Sequence[Any]) -> tuple[int, ...] | None:
-        """By operand, the address of its array, or the bits of its number. None for a number out of range."""
+        """The word of each operand: its array's address, or its number's bits. None for a number out of range."""
         words = [0 if place is None else place[0] for place in places]
         try:
             for index, pack in self.numbers:
@@ -65,7 +65,7 @@ class MapHits:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
     def lookup(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Found:
-        """A call with an expression, if it has a launch. ``mapped``: the op, and the :class:`Map`."""
+        """Look up a call with an expression. ``mapped``: op and Map. Returns its launch, or None, result and stream."""
         op, then = mapped
         if type(op) is not str or type(then) is not Map:
             return MISS
@@ -100,7 +100,7 @@ class MapHits:
         return bound, result, current
 
     def _by_place(self, key: _Key, array: Any, op: str, out: Any, stream: Any, then: Map) -> Found:
-        """Look a call up by its place: see :meth:`lookup`."""
+        """Look up a call by the addresses of its arrays, when it is not found by the arrays. See :meth:`lookup`."""
         cache, looked = self._cache, self._look(array, op, out, then)
         if looked is None:
             return MISS
@@ -175,7 +175,7 @@ class MapHits:
         for index, (value, at) in enumerate(zip(then._values, places, strict=True)):
             if at is None:
                 numbers.append((index, pack_of(type(value), prepared.request.epilogue.operands[index].dtype)))
-            else:  # a kernel behind another all-reduce reads it when that has written the result
+            else:  # a kernel after another all-reduce reads it when that has written the result
                 can_be_result = not prepared.hands_on and at[1:] == (array.shape, array.dtype)
                 arrays.append((index, value.nbytes, library.dtype_of(at[2]).itemsize, can_be_result))
         itemsize = library.dtype_of(array.dtype).itemsize

@@ -24,7 +24,7 @@ _OUTPUTS = {3: ("out", 0), 4: ("residual_out", 2), 5: ("quant_out", None), 6: ("
 
 @dataclass(frozen=True)
 class _Layout:
-    """See :class:`Layout`.
+    """The sizes of the arrays, by which addresses are checked. It is a :class:`Layout`.
 
     :ivar made: by the index among NormAddresses, the shape and dtype of each new array. None: those of x.
     :ivar written: the indices of outputs that are given.
@@ -63,7 +63,7 @@ class NormHits:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
     def lookup(self, given: _Arguments, _op: None, _out: Any, stream: Any) -> Found:
-        """A call with RMSNorm, if it has a launch.
+        """Look up a call with RMSNorm. Returns its launch, or None, its result and its stream.
 
         Its result comes with y, whose memory has to live until the launch, even if nobody gets it.
         """
@@ -102,9 +102,9 @@ class NormHits:
         return entry.bound, ((quant_out, scales, residual_out), out), current
 
     def _by_place(self, key: Any, given: _Arguments, stream: Any) -> Found:
-        """Look a call up by its place: see :meth:`lookup`.
+        """Look up a call by the addresses of its arrays, when it is not found by the arrays. See :meth:`lookup`.
 
-        :param key: by which it may be inserted; None for none.
+        :param key: the key under which the call may be inserted; None for none.
         """
         cache, looked = self._cache, self._look(given)
         if looked is None:

@@ -17,7 +17,7 @@ _Key = tuple[int, int, Any]  # the ids of array and out, and op
 
 @dataclass(frozen=True)
 class _Layout:
-    """See :class:`Layout`. ``nbytes``: of each array."""
+    """The bytes of the array and of an element, by which addresses are checked. It is a :class:`Layout`."""
 
     nbytes: int
     itemsize: int
@@ -35,7 +35,7 @@ class PlainHits:
         self._cache, self._device, self._objects, self._lists = cache, cache.device, cache.objects, lists
 
     def lookup(self, array: Any, op: Any, out: Any, stream: Any) -> Found:
-        """A call on an array or a list, if it has a launch."""
+        """Look up a call on an array or a list. Returns its launch, or None, its result and its stream."""
         if type(op) is not str and type(op) is not Limited:
             return MISS
         key = id(array), id(out), op
@@ -69,7 +69,7 @@ class PlainHits:
         return bound, result, current
 
     def _by_place(self, key: _Key, array: Any, op: Any, out: Any, stream: Any) -> Found:
-        """Look a call up by its place: see :meth:`lookup`."""
+        """Look up a call by the addresses of its arrays, when it is not found by the arrays. See :meth:`lookup`."""
         looked = self._look(array, op, out)
         if looked is None:
             return MISS
@@ -98,7 +98,7 @@ class PlainHits:
         return bound, result, current
 
     def _look(self, array: Any, op: Any, out: Any) -> tuple[Any, Any, int, int] | None:
-        """The library and the form's key of a call, and the addresses of the two arrays; None if it has no form."""
+        """Library, key of the form, and both addresses of a call; None if it has no form."""
         library = library_of(array)
         place = library.plain(array, self._device)
         if place is None:

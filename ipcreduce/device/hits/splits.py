@@ -18,9 +18,9 @@ _Ids = tuple[int, int, SplitKey]  # of array and out
 
 @dataclass(frozen=True)
 class _Layout:
-    """See :class:`Layout`.
+    """The sizes of part and whole array, by which addresses are checked. It is a :class:`Layout`.
 
-    :ivar shape: of the result. :ivar part: bytes of this rank's part, which lies at ``place`` in the whole array.
+    :ivar shape: of the result. :ivar part: bytes of this rank's part, which begins at byte ``place`` of the whole.
     :ivar unit: addresses are multiples of so many bytes.
     """
 
@@ -46,7 +46,7 @@ class SplitHits:
         self._rank, self._n = rank, n
 
     def lookup(self, array: Any, key: SplitKey, out: Any, stream: Any) -> Found:
-        """A call that has a launch. ``out`` of a broadcast is its array."""
+        """Look up a call. Returns its launch, or None, result and stream. ``out`` of a broadcast is its array."""
         if not is_simple(key):
             return MISS
         ids = id(array), id(out), key
@@ -80,7 +80,7 @@ class SplitHits:
         return bound, result, current
 
     def _by_place(self, ids: _Ids, array: Any, out: Any, stream: Any) -> Found:
-        """Look a call up by its place: see :meth:`lookup`."""
+        """Look up a call by the addresses of its arrays, when it is not found by the arrays. See :meth:`lookup`."""
         cache, key = self._cache, ids[2]
         looked = self._look(array, out)
         form = None if looked is None else cache.forms.get((key, *looked[1:3]))

@@ -268,7 +268,7 @@ class DirectGraphs:
         self.mappings.suspend()
 
     def hand_over(self, ranks: Channel, deadline: float) -> None:
-        """See :meth:`DeviceBackend.hand_over`."""
+        """Exchange the new memory of the pools that peers have mapped, for :meth:`resume`. Collective."""
         calls = self._calls
         sent = np.array(self.mappings.kept(), _KEY).tobytes()
         asked = np.concatenate([records.rows(one, _KEY, "slabs") for one in calls.gather(calls.number, sent)])

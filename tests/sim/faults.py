@@ -379,6 +379,29 @@ FAULTS = [
         ("value",),
         [BULK],
     ),
+    *(
+        Fault(
+            f"{name}: a flag is sent before stores are made",
+            file,
+            "    wait_until_stores_are_made();\n    fence_proxy",
+            "    fence_proxy",
+            ("value", "simulator"),
+            libraries,
+        )
+        for name, file, libraries in (("bulk", "bulk.cu", [BULK]), ("tiles", "tiles.cuh", TILES))
+    ),
+    *(
+        Fault(
+            f"{name}: a stage is filled again before its stores have read it",
+            file,
+            "wait_until_stores_have_read<1>();",
+            "",
+            ("value",),
+            libraries,
+            packets=900,
+        )
+        for name, file, libraries in (("bulk", "bulk.cu", [BULK]), ("tiles", "tiles.cuh", TILES))
+    ),
     Fault(
         "tiles: a round is loaded before the peers have brought it",
         "tiles.cuh",

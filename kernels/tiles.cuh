@@ -92,11 +92,7 @@ template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stage
     wait_until_stores_are_made();
     fence_proxy_async();
     fence_acq_rel_sys();
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      store_packet_relaxed_sys(
-          args.peers[i] + flags + row_offset_at_peer(i, flag_row) + kPacketBytes * flag_index(flag), {{0, 0, 0, 0}},
-          alive);
+    send_flags(args, flags, flag_row, flag_index(flag), alive);
   };
   const auto wait_for_flag = [&](u32 flag) {
     wait_for_flags(args, own_workspace + flags, flag_row, flag_index(flag), alive);

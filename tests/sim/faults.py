@@ -357,10 +357,10 @@ FAULTS = [
         "bulk: the exit flag is sent before the results",
         "bulk.cu",
         "  if (!stages.alive) return;\n",
-        "  if (!stages.alive) return;\n  if (orders) send_flags(exit);\n",
+        "  if (!stages.alive) return;\n  if (orders) send_flags(args, exit, flag_row, block_in_grid());\n",
         (TSAN,),
         [BULK],
-        also=("bulk.cu", "    send_flags(exit);\n    wait", "    wait"),
+        also=("bulk.cu", "    send_flags(args, exit, flag_row, block_in_grid());\n    wait", "    wait"),
     ),
     Fault(
         "bulk: the gate is always waited for in its first phase",

@@ -62,12 +62,6 @@ KERNEL(bulk, 512, 1)(KERNEL_ARGS args) {
   const u64 entry = parity_half_offset(args, epoch), exit = entry + (kRanks - 1) * flag_row;
   const auto first_packet = [&](u32 turn) { return (block_in_grid() + turn * blocks_in_grid()) * kTile; };
   const auto tile_packets = [&](u32 turn) { return min_u32(kTile, own - first_packet(turn)); };
-  const auto send_flags = [&](u64 flags) {
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      store_packet_relaxed_sys(
-          args.peers[i] + flags + row_offset_at_peer(i, flag_row) + kPacketBytes * block_in_grid(), {{0, 0, 0, 0}});
-  };
   const auto load_tiles = [&](u32 turn) {
     const u32 stage = turn % kStages, bytes = kPacketBytes * tile_packets(turn);
     const u64 at = chunk + (u64)kPacketBytes * first_packet(turn);
@@ -89,7 +83,7 @@ KERNEL(bulk, 512, 1)(KERNEL_ARGS args) {
   if (orders) {
     for (u32 stage = 0; stage < kStages; ++stage) prepare_gate(stages.full[stage]);
     fence_acq_rel_sys();
-    if (epoch.alive) send_flags(entry);
+    if (epoch.alive) send_flags(args, entry, flag_row, block_in_grid());
   }
   advance_epochs(args, epoch);
   if (orders) {
@@ -127,7 +121,7 @@ KERNEL(bulk, 512, 1)(KERNEL_ARGS args) {
     fence_proxy_async();
     fence_acq_rel_sys();
     bool alive = true;
-    send_flags(exit);
+    send_flags(args, exit, flag_row, block_in_grid());
     wait_for_flags(args, own_workspace + exit, flag_row, block_in_grid(), alive);
     fence_acq_rel_sys();
   }

@@ -16,10 +16,7 @@ KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
   bool alive = epoch.alive;
   const u64 half = parity_half_offset(args, epoch);
 
-  if (first && alive)
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      store_packet_relaxed_sys(args.peers[i] + half + row_offset_at_peer(i, row), {{0, 0, 0, 0}});
+  if (first && alive) send_flags(args, half, row, 0);
   const u32 packets = (u32)(args.bytes / kPacketBytes);
   for (u32 index = thread_in_grid(); index < packets; index += threads_in_grid())
 #pragma unroll

@@ -371,8 +371,15 @@ DEVICE void receive_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, co
   receive_packets(v, args, args.peers[0] + rows, columns, column, alive);
 }
 
-// ---- flags (direct.cu, limit.cu). Waits for a flag of every peer, which is the packet at `index` of its row, and
-// restores the sentinel. One thread calls it for its block. A fence, if needed, is up to the caller (see direct.cu).
+// ---- flags (direct.cu, limit.cu, bulk.cu and its like): each is the packet at `index` of its sender's row. One thread
+// calls these for its block. A fence, if needed, is up to the caller (see direct.cu).
+DEVICE void send_flags(const Args& args, u64 rows, u64 stride, u32 index, bool active = true) {  // rows: within peers
+#pragma unroll
+  for (int i = 1; i < kRanks; ++i)
+    store_packet_relaxed_sys(args.peers[i] + rows + row_offset_at_peer(i, stride) + kPacketBytes * index, {{0, 0, 0, 0}},
+                             active);
+}
+// Waits for a flag of every peer, and restores the sentinel.
 DEVICE void wait_for_flags(const Args& args, u64 rows, u64 stride, u32 index, bool& alive) {
   const u64 at = rows + (u64)kPacketBytes * index;
   Packet flag[kMaxRanks];

@@ -15,13 +15,14 @@
 //     ...
 //     exchange round R-1;  flag R;  wait for flags R-1 and R.
 //
-// * Arrival. Flag k is sent when rounds 0 to k+1 have been brought. Round k is loaded behind flag k-1 of every peer.
+// * Arrival. Flag k is sent when rounds 0 to k+1 have been brought. Round k is loaded behind flag k-1 of every peer, and
+//   round 0 behind flag 0.
 //
 // * Room. Flag k is sent when this block has loaded all of rounds 0 to k-1. Round k+2 takes the place of round k-2, and is
 //   brought behind flag k-1. At the end flag R has come from each peer: none reads this area any more.
 //
 // * Visibility. Before a flag the thread waits until its copies have been made (wait_group, without .read: the writes are
-//   then visible to this thread). A fence orders them before the flag. A flag is observed by a relaxed load. The fence
+//   then visible to this thread). Fences order them before the flag. A flag is observed by a relaxed load. The fence
 //   behind it orders the loads of this thread behind it, and fence.proxy.async does so for those of the copy unit, which
 //   is another proxy.
 //
@@ -37,9 +38,10 @@
 //   this before the thread that orders the stores. The stage is filled again after these have read it. Where the copy
 //   unit does everything (kCopies), the other threads touch no stage, and need no barrier.
 //
-// * A wait that is abandoned. This rank's flags have been sent, so a late peer may still load what they say is here. From
-//   then on this rank brings nothing, in this kernel and in later ones, until the host resets the epochs, when every
-//   kernel has ended on every rank. Blocks give the program bytes 0xFF in place of their tiles.
+// * A wait that is abandoned. The block takes the steps whose loads it has ordered: they lie behind flags that have come.
+//   Then it neither brings nor sends, and gives the program bytes 0xFF in place of the tiles that are left. A late peer may
+//   still load what earlier flags say is here. So later kernels bring nothing, until the host resets the epochs, when every
+//   kernel has ended on every rank.
 #pragma once
 
 constexpr u32 kStages = 6, kRounds = 4, kRoundsAhead = 2;
@@ -90,11 +92,7 @@ template <class Both> DEVICE void exchange_tiles(const Args& args, Stages& stage
     wait_until_stores_are_made();
     fence_proxy_async();
     fence_acq_rel_sys();
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      store_packet_relaxed_sys(
-          args.peers[i] + flags + row_offset_at_peer(i, flag_row) + kPacketBytes * flag_index(flag), {{0, 0, 0, 0}},
-          alive);
+    send_flags(args, flags, flag_row, flag_index(flag), alive);
   };
   const auto wait_for_flag = [&](u32 flag) {
     wait_for_flags(args, own_workspace + flags, flag_row, flag_index(flag), alive);

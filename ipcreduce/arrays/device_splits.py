@@ -91,7 +91,7 @@ class _Array:
         moved, self._dtype = readable(call, array)
         source = views.view(moved, site.stream, not site.recorded)
         check_device(site.device, source, "array")
-        self.splitting, self.whole, part = splitting.of(source.shape)
+        self.splitting, self.whole, part = splitting.of(source)
         if not source.ndim and call.collective == GATHER:
             source = source.reshape(part)
         if call.collective == BROADCAST:

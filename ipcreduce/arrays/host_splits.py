@@ -74,7 +74,7 @@ class HostSplitArray:
             raise ArgumentError(f"array is a number, and {call.collective} takes arrays. Pass numpy.asarray(it)")
         if source.dtype.hasobject:
             raise ArgumentError(f"dtype {source.dtype} is of Python objects, which lie in one process. Pass numbers")
-        self.splitting, self.whole, self.part = splitting.of(source.shape)
+        self.splitting, self.whole, self.part = splitting.of(source)
         self.source = source.reshape(self.part) if gathers and not source.ndim else source
         self.op = op_name(call.op, source.dtype) if call.reduces else ""
         self.reduced = np.dtype(np.uint8) if not call.reduces else KINDS[reduced_as(kind_name(source.dtype, self.op))]

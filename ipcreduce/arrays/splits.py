@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from .operands import check_own_elements
 
 GATHER, SCATTER, BROADCAST = "all-gather", "reduce-scatter", "broadcast"
 Shape = tuple[int, ...]
+_TOO_MANY_BYTES = 1 << 63  # for an array of any library
 # The arguments of a call but for its arrays, as they are given: the collective, op, axis, sizes, root and sms.
 SplitKey = tuple[str, Any, Any, Any, Any, Any]
 
@@ -127,11 +129,12 @@ class Splitting(NamedTuple):
     rank: int
     n: int
 
-    def of(self, shape: Shape) -> tuple[Splitting, Shape, Shape]:
-        """The split of an array of this shape, its axis counted from 0; the shapes of the whole array and of the part.
+    def of(self, array: Any) -> tuple[Splitting, Shape, Shape]:
+        """The split of this array, its axis counted from 0; the shapes of the whole array and of the part.
 
-        :raises ArgumentError: if such an array cannot be split so.
+        :raises ArgumentError: if it cannot be split so, or if there can be no such whole array.
         """
+        shape = array.shape
         collective, axis, sizes, _ = self.split
         if collective == BROADCAST:
             return self, shape, shape
@@ -150,7 +153,12 @@ class Splitting(NamedTuple):
             part = self._scattered(whole)
         found = self._replace(split=self.split._replace(axis=axis, sizes=sizes))
         before, behind = shape[:axis], shape[axis + 1 :]
-        return found, (*before, whole, *behind), (*before, part, *behind)
+        everything = (*before, whole, *behind)
+        if math.prod(filter(None, everything)) * array.itemsize >= _TOO_MANY_BYTES:
+            raise ArgumentError(
+                f"the whole array would have shape {everything}, which no memory holds. Pass shorter parts"
+            )
+        return found, everything, (*before, part, *behind)
 
     def _gathered(self, length: int) -> int:
         sizes = self.split.sizes

@@ -35,6 +35,7 @@ class DeviceInfo:
     capability: tuple[int, int]
     multiprocessors: int
     memory_bytes: int
+    shared_bytes: int  # the most of a block
 
 
 def load() -> Any:
@@ -102,7 +103,10 @@ def device_info(ordinal: int) -> DeviceInfo:
     name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
     uuid = bytes(call(newest("cuDeviceGetUuid"), device).bytes)  # the older form: one for all instances of a MIG device
     memory_bytes = int(call("cuDeviceTotalMem", device))
-    return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(multiprocessors), memory_bytes)
+    shared_bytes = int(
+        call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+    )
+    return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(multiprocessors), memory_bytes, shared_bytes)
 
 
 def can_access_peer(ordinal: int, peer: int) -> bool:

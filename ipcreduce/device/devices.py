@@ -45,7 +45,7 @@ def share_device(
             )
         fields = {
             "uuid": np.void(info.uuid), "capability": info.capability, "multiprocessors": info.multiprocessors,
-            "visible": count, "name": info.name, "driver": driver.driver_version(),
+            "shared_bytes": info.shared_bytes, "visible": count, "name": info.name, "driver": driver.driver_version(),
         }  # fmt: skip
     except IpcReduceError as caught:
         error = caught

@@ -59,7 +59,8 @@ class _Loaded:
     users: int = 0
 
 
-_SHARED_BYTES = dict.fromkeys(("bulk", "bulk_gather", "bulk_scatter"), 193 << 10)  # kLargeSharedBytes of sync.cuh
+LARGE_SHARED_BYTES = 193 << 10  # of a block of these, beyond what others have: kLargeSharedBytes of sync.cuh
+_LARGE = "bulk", "bulk_gather", "bulk_scatter"
 _Key = tuple[Any, ...]  # the context, the macros about the ranks, and the kernel
 _loaded: dict[_Key, _Loaded] = {}
 _lock = RLock()  # re-entrant, because a finaliser may run while this thread holds it
@@ -115,7 +116,7 @@ class Kernels:
 
     def launch(self, kernel: Kernel, grid: int, block: int, args: Any) -> driver.Launch:
         """A launch of a kernel with these arguments. :meth:`load` says what it raises."""
-        function, shared = self.function(kernel), _SHARED_BYTES.get(kernel.name, 0)
+        function, shared = self.function(kernel), LARGE_SHARED_BYTES * (kernel.name in _LARGE)
         return driver.Launch(function, grid, block, args, programmatic=self.programmatic, shared=shared)
 
     def function(self, kernel: Kernel) -> int:

@@ -13,6 +13,7 @@ from .. import clock
 from ..cuda import cupy_runtime, driver
 from ..device.deferred_free import attempt
 from ..device.devices import advise_spreading, most_on_a_gpu, open_to_processes, share_device
+from ..device.kernels import LARGE_SHARED_BYTES
 from ..errors import IpcReduceError, UnsupportedError
 from ..options import Options
 from ..originals import time
@@ -105,12 +106,16 @@ def start(
 
 
 def _lowest(devices: np.ndarray[Any, Any], options: Options) -> tuple[tuple[int, int], int]:
-    """The lowest compute capability of all ranks' GPUs, and the bytes of the area in which bulk.cu works there."""
+    """The lowest compute capability of all ranks' GPUs, and the bytes of the area of bulk.cu; 0 if one lacks that."""
     capability = min((int(major), int(minor)) for major, minor in devices["capability"])
-    if options.algorithm == plan.BULK and capability < plan.BULK_CAPABILITY:
+    runs_bulk = capability >= plan.BULK_CAPABILITY and int(devices["shared_bytes"].min()) >= LARGE_SHARED_BYTES
+    if options.algorithm == plan.BULK and not runs_bulk:
         needed = ".".join(map(str, plan.BULK_CAPABILITY))
-        raise Agreed(f"algorithm 'bulk' needs GPUs of compute capability {needed} or higher")
-    return capability, plan.area_bytes(options.workspace, capability) if len(devices) > 1 else 0
+        raise Agreed(
+            f"algorithm 'bulk' needs GPUs of compute capability {needed} or higher, with {LARGE_SHARED_BYTES >> 10} KB "
+            "of shared memory for a block"
+        )
+    return capability, plan.area_bytes(options.workspace) if runs_bulk and len(devices) > 1 else 0
 
 
 def _tell(ranks: Ranks, page: Page, error: BaseException, deadline: float) -> None:

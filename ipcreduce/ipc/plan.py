@@ -238,9 +238,9 @@ def tiles(area: int, n: int, sms: int, resident: int, sharing: int, *, reduces: 
     return Tiles(most, _BULK_THREADS, room // (_ROUNDS * tile * most)) if most else None
 
 
-def area_bytes(workspace: int, capability: tuple[int, int]) -> int:
-    """The bytes in which :data:`BULK` works, beside a workspace of so many bytes; 0 for GPUs without that."""
-    return 0 if capability < BULK_CAPABILITY else min(workspace // 4 // (16 * KB) * (16 * KB), _MAX_AREA)
+def area_bytes(workspace: int) -> int:
+    """The bytes in which :data:`BULK` works, beside a workspace of so many bytes."""
+    return min(workspace // 4 // (16 * KB) * (16 * KB), _MAX_AREA)
 
 
 def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[str, int]]:

@@ -84,6 +84,7 @@ DEVICE = struct(
     ("uuid", "V16"),
     ("capability", "<u4", (2,)),
     ("multiprocessors", "<u4"),
+    ("shared_bytes", "<u4"),  # the most of a block
     ("visible", "<u4"),
     ("name", "S64"),
     ("driver", "<u4", (2,)),  # the newest version of CUDA that its driver has

@@ -7,7 +7,8 @@
 Calls of 1 MB and more take few multiprocessors (``sms``), and leave the others to the layers. FSDP gathers and scatters
 on two streams, so two communicators are faster than one for both. Times: docs/performance.md.
 
-They run on the stream that FSDP makes current, which waits for them as for PyTorch's own.
+They run on the stream that FSDP makes current, which waits for them as for PyTorch's own. With
+``unshard(async_op=True)`` that is the program's stream, on which what follows waits, too.
 """
 
 from __future__ import annotations
@@ -76,12 +77,15 @@ class FSDPReduceScatter(_Comm):
             which multiplies first.
         :raises IpcReduceError: see :meth:`Communicator.reduce_scatter`.
         """
-        try:
-            op_name(op)
-        except ArgumentError as error:
-            raise ArgumentError(
-                f"{error} FSDP passes such an op for a factor of its own. Call set_force_sum_reduction_for_comms(True) "
-                "on the model, so that it divides by itself"
-            ) from error
         self._group.compare_once(group)
-        self._comm.reduce_scatter(input_tensor, op, out=output_tensor, sms=self._sms)
+        try:
+            self._comm.reduce_scatter(input_tensor, op, out=output_tensor, sms=self._sms)
+        except ArgumentError as error:
+            try:
+                op_name(op)
+            except ArgumentError:
+                raise ArgumentError(
+                    f"{error} FSDP passes such an op for a factor of its own. Call "
+                    "set_force_sum_reduction_for_comms(True) on the model, so that it divides by itself"
+                ) from error
+            raise

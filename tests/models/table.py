@@ -47,9 +47,11 @@ SEARCHES = (
     *(_kernel(model, 3, NO_FAULT) for model in ("two_shot", "direct", "bulk", "mixed")),
     _kernel("one_shot", 4, NO_FAULT),
     Search("tiles", 2, "none", ("OPERATIONS=2",)),
-    Search("tiles", 2, "abort", ("FAULTS=1", "OPERATIONS=2", "ROUNDS=4")),
-    Search("tiles", 3, "none", ("OPERATIONS=1", "ROUNDS=5")),
-    Search("tiles", 3, "none", ("OPERATIONS=2", "ROUNDS=1")),
+    Search("tiles", 2, "abort", ("FAULTS=1", "OPERATIONS=2")),
+    Search("tiles", 3, "none", ("OPERATIONS=2", "ROUNDS=3")),
+    Search("tiles", 3, "none", ("OPERATIONS=1",)),
+    Search("tiles", 3, "abort", ("FAULTS=1", "OPERATIONS=1", "ROUNDS=4")),
+    Search("tiles", 4, "none", ("OPERATIONS=1", "ROUNDS=2")),
     Search("vote", 2, "gives up", ("SERIALS=6",)),
     Search("vote", 2, "gives up, death", ("SERIALS=4", "DEATH=1")),
     Search("vote", 3, "gives up", ("SERIALS=3",)),
@@ -86,7 +88,7 @@ BREAKS = (
     ),
     *(
         Search("tiles", 2, "none", ("OPERATIONS=2",), name)
-        for name in ("NO_FENCE", "TWO_SLOTS", "THREE_PLACES", "EARLY_ROUND", "NO_EXIT")
+        for name in ("NO_FENCE", "TWO_SLOTS", "THREE_PLACES", "EARLY_ROUND", "FAR_AHEAD", "NO_EXIT")
     ),
     Search("tiles", 2, "abort", ("FAULTS=1", "OPERATIONS=2"), "BRINGS_WHEN_DEAD"),
     *(

@@ -1,8 +1,13 @@
 /* Rounds of tiles: kernels/tiles.cuh. Each rank brings rounds into its area, in four places, and its peers read them
  * there. The numbers of rounds of the operations are any from 0 to ROUNDS, the same on every rank.
  *
- * A store into the own area is on its way (storing) until the wait for it. A flag is on its way (coming), and its reader
- * empties its slot: that, too, is on its way (emptying), until the fence before the reader's next flag.
+ * A round is one tile here, the first one or the last one. Loads are ordered ahead: behind its flag, the first tile of the
+ * next round is loaded before the last one of this round is brought. What has been ordered is taken in any case.
+ *
+ * What takes time is done at its first or its last moment:
+ *   a store into the own area   at once, or at the wait for it: a read at any time sees what it would see in one of these
+ *   a flag                      at once: if it comes later, its reader waits longer
+ *   the end of a read flag      at the fence before its reader's next flag: if it ends earlier, nobody notices
  *
  *   N   ranks     FAULTS 1: the abort word is raised once, at any moment.
  */
@@ -29,51 +34,56 @@
 #define PLACES 4
 #endif
 #define PLACE(q, k) ((q) * PLACES + (k) % PLACES)
+#ifdef BREAK_EARLY_ROUND
+#define BEHIND(k) ((k) - 2)
+#elif defined(BREAK_FAR_AHEAD)
+#define BEHIND(k) (k)
+#else
+#define BEHIND(k) ((k) - 1)  /* the flag behind which a round is loaded; rounds 0 and 1 are behind flag 0 */
+#endif
 #define DATA(o, k) (1 + (o) * (ROUNDS + 1) + (k))
-#define SLOT(src, dst, o, k) ((((dst) * N + (src)) * 2 + (o) % 2) * FLAGS + (k) % FLAGS)
+#define READ 255
+#define SLOTS_OF(dst) ((dst) * N * 2 * FLAGS)
+#define SLOT(src, dst, o, k) (SLOTS_OF(dst) + ((src) * 2 + (o) % 2) * FLAGS + (k) % FLAGS)
 
-byte area[N * PLACES], storing[N * PLACES], stores[N];
-byte slot[N * N * 2 * FLAGS], coming[N * N * 2 * FLAGS];
-bit emptying[N * N * 2 * FLAGS];
-byte unsettled[N];
+byte area[N * PLACES], storing[N * PLACES];
+byte slot[SLOTS_OF(N)];
 byte rounds[OPERATIONS];
 bit abort;
 
-active [N * PLACES] proctype Stores() {
-end: do
-  :: d_step { storing[_pid] != 0 ->
-       area[_pid] = storing[_pid]; storing[_pid] = 0; stores[_pid / PLACES]-- }
-  od
-}
-
-#define FIRST (N * PLACES)
-active [N * N * 2 * FLAGS] proctype Memory() {
-end: do
-  :: d_step { coming[_pid - FIRST] != 0 ->
-       assert(slot[_pid - FIRST] == 0);  /* a slot is written only when it is empty */
-       slot[_pid - FIRST] = coming[_pid - FIRST]; coming[_pid - FIRST] = 0 }
-  :: d_step { emptying[_pid - FIRST] ->
-       slot[_pid - FIRST] = 0; emptying[_pid - FIRST] = 0; unsettled[(_pid - FIRST) / (N * 2 * FLAGS)]-- }
-  od
-}
-
 inline bring(m) {
-  d_step {
+  atomic {
     if
-    :: (m) < rounds[o] -> assert(storing[PLACE(r, m)] == 0); storing[PLACE(r, m)] = DATA(o, m); stores[r]++
+    :: (m) < rounds[o] ->
+         assert(storing[PLACE(r, m)] == 0);
+         if :: area[PLACE(r, m)] = DATA(o, m) :: storing[PLACE(r, m)] = DATA(o, m) fi
     :: else
     fi
   }
 }
 
-inline send(m) {
+/* wait_group, and the fences */
+inline settle() {
 #ifndef BREAK_NO_FENCE
-  d_step { stores[r] == 0 && unsettled[r] == 0 -> skip };
+  i = PLACE(r, 0);
+  do
+  :: i < PLACE(r + 1, 0) -> area[i] = (storing[i] -> storing[i] : area[i]); storing[i] = 0; i++
+  :: else -> break
+  od;
 #endif
+  i = SLOTS_OF(r);
+  do :: i < SLOTS_OF(r + 1) -> slot[i] = (slot[i] == READ -> 0 : slot[i]); i++ :: else -> break od;
+  i = 0
+}
+
+inline send(m) {
   d_step {
+    settle();
     i = 0;
     do
-    :: i < N && i != r -> assert(coming[SLOT(r, i, o, m)] == 0); coming[SLOT(r, i, o, m)] = DATA(o, m); i++
+    :: i < N && i != r ->
+         assert(slot[SLOT(r, i, o, m)] == 0);  /* a slot is written only when it is empty */
+         slot[SLOT(r, i, o, m)] = DATA(o, m); i++
     :: i == r -> i++
     :: i >= N -> break
     od;
@@ -86,12 +96,12 @@ inline send(m) {
 inline wait(m) {
   if
   :: !alive
-  :: d_step { alive && HERE(1, m) && HERE(2, m) ->
+  :: d_step { alive && HERE(1, m) && HERE(2, m) && HERE(3, m) ->
        i = 1;
        do
        :: i < N ->
             assert(slot[SLOT((r + i) % N, r, o, m)] == DATA(o, m));
-            emptying[SLOT((r + i) % N, r, o, m)] = 1; unsettled[r]++; i++
+            slot[SLOT((r + i) % N, r, o, m)] = READ; i++
        :: i >= N -> break
        od;
        i = 0 }
@@ -109,7 +119,7 @@ inline exchange(m) {
 
 proctype Rank(byte r) {
   byte o, k, i;
-  bit alive = 1;
+  bit alive = 1, brought;
   do
   :: o < OPERATIONS ->
 #ifdef BREAK_BRINGS_WHEN_DEAD
@@ -125,18 +135,16 @@ proctype Rank(byte r) {
        k = 0;
        do
        :: k < rounds[o] && alive ->
+            exchange(k);
+            brought = 0;
+            if :: k + 2 < rounds[o] -> bring(k + 2); brought = 1 :: true fi;
             if
-#ifdef BREAK_EARLY_ROUND
-            :: k > 2 -> wait(k - 2)
-#else
-            :: k > 1 -> wait(k - 1)
-#endif
+            :: k + 1 < rounds[o] && BEHIND(k + 1) > 0 -> wait(BEHIND(k + 1))
             :: else
             fi;
-            if
-            :: alive -> exchange(k); bring(k + 2); send(k + 1)
-            :: else
-            fi;
+            if :: alive && k + 1 < rounds[o] -> exchange(k + 1) :: else fi;
+            if :: !brought -> bring(k + 2) :: else fi;
+            if :: alive -> send(k + 1) :: else fi;
             k++
        :: else -> break
        od;
@@ -144,7 +152,7 @@ proctype Rank(byte r) {
        if :: rounds[o] > 1 -> wait(rounds[o] - 1) :: else fi;
        if :: rounds[o] > 0 -> wait(rounds[o]) :: else fi;
 #endif
-       stores[r] == 0 && unsettled[r] == 0;  /* a kernel's boundary */
+       atomic { true -> settle() };  /* a kernel's boundary */
 over:  o++
   :: else -> break
   od

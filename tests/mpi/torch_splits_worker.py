@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -99,22 +101,35 @@ def checks_of_pytorch() -> None:
     torch.library.opcheck(operator.broadcast_, (of_rank(RANK, 3), 0, "world"))
 
 
-def fsdp_refuses() -> None:
-    """The factor of FSDP's own, and a group that is not the communicator's ranks."""
+@contextmanager
+def joined(rank: int) -> Iterator[None]:
+    """PyTorch's default group, in which this process has another rank."""
     store = dist.HashStore() if SIZE == 1 else dist.TCPStore("127.0.0.1", 0, 1, True) if RANK == 0 else None
     port = MPI.COMM_WORLD.bcast(getattr(store, "port", 0))
     store = store or dist.TCPStore("127.0.0.1", port, 1, False)
-    dist.init_process_group("gloo", store=store, rank=SIZE - 1 - RANK, world_size=SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+def fsdp_refuses() -> None:
+    """The factor of FSDP's own, on all ranks and on one, and a group that is not the communicator's ranks."""
     scatter, gather = operators.FSDPReduceScatter(comm), operators.FSDPAllGather(comm)
     whole, part = torch.ones(2 * SIZE), torch.ones(2)
-    with pytest.raises(ArgumentError, match=r"set_force_sum_reduction_for_comms\(True\)"):
-        scatter(part, whole, dist.group.WORLD, dist._make_nccl_premul_sum(0.5))
+    factor, advice = dist._make_nccl_premul_sum(0.5), r"set_force_sum_reduction_for_comms\(True\)"
+    with joined(RANK):
+        with pytest.raises(ArgumentError, match=advice):
+            scatter(part, whole, dist.group.WORLD, factor)
+        scatter(part, whole, dist.group.WORLD, dist.ReduceOp.SUM)
+        assert (part == SIZE).all()
+        heard = (ArgumentError, advice) if RANK == 0 else (ipcreduce.PeerFailedError, "there is no op")
+        with pytest.raises(heard[0], match=heard[1]):
+            scatter(part, whole, dist.group.WORLD, dist.ReduceOp.SUM if RANK else factor)
     if SIZE > 1:
-        with pytest.raises(ArgumentError, match="is not the communicator's ranks"):
+        with joined(SIZE - 1 - RANK), pytest.raises(ArgumentError, match="is not the communicator's ranks"):
             gather(whole, part, dist.group.WORLD)
     with pytest.raises(ArgumentError, match=r"Call FSDPAllGather\(comm\)"):
         operators.FSDPAllGather(dist.group.WORLD)  # type: ignore[arg-type]
-    dist.destroy_process_group()
 
 
 def main() -> None:

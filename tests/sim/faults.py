@@ -357,10 +357,10 @@ FAULTS = [
         "bulk: the exit flag is sent before the results",
         "bulk.cu",
         "  if (!stages.alive) return;\n",
-        "  if (!stages.alive) return;\n  if (orders) send_flags(exit);\n",
+        "  if (!stages.alive) return;\n  if (orders) send_flags(args, exit, flag_row, block_in_grid());\n",
         (TSAN,),
         [BULK],
-        also=("bulk.cu", "    send_flags(exit);\n    wait", "    wait"),
+        also=("bulk.cu", "    send_flags(args, exit, flag_row, block_in_grid());\n    wait", "    wait"),
     ),
     Fault(
         "bulk: the gate is always waited for in its first phase",
@@ -378,6 +378,29 @@ FAULTS = [
         "    if (!orders) continue;\n",
         ("value",),
         [BULK],
+    ),
+    *(
+        Fault(
+            f"{name}: a flag is sent before stores are made",
+            file,
+            "    wait_until_stores_are_made();\n    fence_proxy",
+            "    fence_proxy",
+            ("value", "simulator"),
+            libraries,
+        )
+        for name, file, libraries in (("bulk", "bulk.cu", [BULK]), ("tiles", "tiles.cuh", TILES))
+    ),
+    *(
+        Fault(
+            f"{name}: a stage is filled again before its stores have read it",
+            file,
+            "wait_until_stores_have_read<1>();",
+            "",
+            ("value",),
+            libraries,
+            packets=900,
+        )
+        for name, file, libraries in (("bulk", "bulk.cu", [BULK]), ("tiles", "tiles.cuh", TILES))
     ),
     Fault(
         "tiles: a round is loaded before the peers have brought it",

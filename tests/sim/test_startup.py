@@ -15,7 +15,8 @@ A, B, C = (Gpu(index, index).uuid_text for index in range(3))
 def test_fails_to_start(hold: Hold) -> None:
     links = "no_peer_access", "link_loses_data", "link_loses_data_with_a_short_timeout", "slow_compiler"
     hold(3, *links, SIM_NO_NCCL="1")
-    hold(3, "too_little_memory", "wrong_options", "odd_options", "one_smaller_gpu", "an_older_driver", SIM_NO_NCCL="1")
+    hold(3, "too_little_memory", "wrong_options", "odd_options", SIM_NO_NCCL="1")
+    hold(3, "one_smaller_gpu", "one_gpu_with_little_shared_memory", "an_older_driver", SIM_NO_NCCL="1")
 
 
 @pytest.mark.parametrize("visible", ["0,1/", "/".join(["0,1,2", A, ""]), "1/0/2/"])

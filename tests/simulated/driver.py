@@ -42,6 +42,7 @@ class DeviceInfo:
     capability: tuple[int, int]
     multiprocessors: int
     memory_bytes: int
+    shared_bytes: int
 
 
 # ---- for tests
@@ -124,8 +125,9 @@ def device_count() -> int:
 def device_info(ordinal: int) -> DeviceInfo:
     gpu = machine.gpu(ordinal)
     return DeviceInfo(
-        ordinal, gpu.uuid, "Simulated GPU", machine.CAPABILITY, machine.multiprocessors(), machine.memory_bytes()
-    )
+        ordinal, gpu.uuid, "Simulated GPU", machine.CAPABILITY, machine.multiprocessors(), machine.memory_bytes(),
+        machine.shared_bytes(),
+    )  # fmt: skip
 
 
 @api("cuDeviceCanAccessPeer")
@@ -348,6 +350,8 @@ class Launch:
     ) -> None:  # fmt: skip
         self._kernel, self._grid, self._block, self._programmatic = _kernels[function], grid, block, programmatic
         assert self._kernel.limits  # it is built here, and not while a peer waits
+        if shared > machine.shared_bytes():
+            raise CudaError("cuFuncSetAttribute", 1, ERRORS[1])
         self.args = args
 
     @api("cuLaunchKernelEx")

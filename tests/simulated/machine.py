@@ -111,6 +111,11 @@ def multiprocessors() -> int:
     return int(os.environ.get("SIM_MULTIPROCESSORS", 132))
 
 
+def shared_bytes() -> int:
+    """Of a block on each GPU, for this process."""
+    return int(os.environ.get("SIM_SHARED_BYTES", 227 << 10))
+
+
 def memory_bytes() -> int:
     """Of each GPU, for this process."""
     return int(os.environ.get("SIM_MEMORY", 1 << 30))

@@ -99,6 +99,8 @@ struct Fiber {
   Meeting *block, *warp;
   uint32_t votes;
   uint32_t passed[2];  // at shuffles, by parity of the round: a fast lane may be one round ahead
+  std::vector<SimStore> stores;
+  uint32_t groups = 0;  // of stores
   bool polls;  // since its last barrier or store; votes are part of a poll
   uint32_t loads, watched;  // in its last poll; and until it runs again, how many of them to look at
   const void* loaded_at[kSimLoads];
@@ -184,6 +186,7 @@ void fiber_main() {
     acquire(&grid->begin);
     grid->kernel(grid->args);
     release(&grid->end);
+    if (!self->stores.empty()) fatal("returns before its bulk stores are made");
     self->state = Fiber::kDone;
     leave();
   }
@@ -410,6 +413,19 @@ void* sim_shared(uint32_t block, size_t bytes) {
     for (size_t i = 0; i < bytes; ++i) at[i] = kLeft;
   }
   return shared.memory;
+}
+bool sim_store_later(SimStore store) {
+  if (store.bytes && grid->random && random_bits() % 2) return false;
+  self->stores.push_back(store);
+  self->groups += !store.bytes;
+  return true;
+}
+bool sim_store_now(uint32_t but_groups, SimStore& store) {
+  if (self->groups <= but_groups) return false;
+  store = self->stores.front();
+  self->stores.erase(self->stores.begin());
+  self->groups -= !store.bytes;
+  return true;
 }
 void sim_relax() {
   watch(*self);

@@ -8,14 +8,16 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.dtypes import KIND_NAMES, OPS
 from ipcreduce.graphs.direct import launches
-from ipcreduce.ipc import bulk, plan, workspace
+from ipcreduce.ipc import bulk, peers, plan, workspace
 from tests.tools.machine import ROOT
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -443,7 +445,7 @@ limits = st.integers(1, 300)
 @settings(deadline=None)
 def test_no_grid_is_larger_than_its_limit(nbytes: int, n: int, sms: int, force: str | None, sharing: int):
     """A limit that the usual plan keeps changes nothing."""
-    half, area = workspace.half_bytes(16 * MB), plan.area_bytes(16 * MB, (9, 0))
+    half, area = workspace.half_bytes(16 * MB), plan.area_bytes(16 * MB)
     usual = plan.make_plan(nbytes, n, half, force, sharing=sharing)
     for room in (0, area):
         steps = plan.make_plan(nbytes, n, half, force, sharing=sharing, sms=sms, area=room)
@@ -458,7 +460,7 @@ def test_no_grid_is_larger_than_its_limit(nbytes: int, n: int, sms: int, force: 
 @given(sizes, worlds, limits, st.integers(1, 4), st.sampled_from([MB, 3 * MB, 128 * MB]))
 @settings(deadline=None)
 def test_parts_of_a_message_fit_the_area(nbytes: int, n: int, sms: int, sharing: int, nbytes_of_workspace: int):
-    half, area = workspace.half_bytes(nbytes_of_workspace), plan.area_bytes(nbytes_of_workspace, (9, 0))
+    half, area = workspace.half_bytes(nbytes_of_workspace), plan.area_bytes(nbytes_of_workspace)
     steps = plan.make_plan(nbytes, n, half, plan.BULK, sharing=sharing, sms=sms, area=area)
     end = 0
     for step in steps:
@@ -497,9 +499,14 @@ def test_the_numbers_of_tiles_are_those_of_the_kernels():
 
 
 def test_gpus_without_bulk_copies_have_no_area():
-    assert plan.area_bytes(128 * MB, (8, 9)) == 0
-    assert plan.area_bytes(128 * MB, (9, 0)) == 32 * MB
-    assert plan.area_bytes(64 * GB, (9, 0)) == 256 * MB, "kernels count the bytes of a launch in 32 bits"
+    options = SimpleNamespace(workspace=128 * MB, algorithm=None)
+    for capability, kilobytes, area in (((8, 9), 99, 0), ((9, 0), 227, 32 * MB), ((12, 0), 99, 0)):
+        devices = np.array(
+            [((9, 0), 227 * KB), (capability, kilobytes * KB)], [("capability", "<u4", 2), ("shared_bytes", "<u4")]
+        )
+        assert peers._lowest(devices, options) == (min(capability, (9, 0)), area)
+        assert peers._lowest(devices[:1], options) == ((9, 0), 0)
+    assert plan.area_bytes(64 * GB) == 256 * MB, "kernels count the bytes of a launch in 32 bits"
 
 
 @given(st.integers(1, 64 * MB), worlds)

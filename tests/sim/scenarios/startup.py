@@ -465,6 +465,17 @@ def one_smaller_gpu() -> None:
     good_communicator()
 
 
+def one_gpu_with_little_shared_memory() -> None:
+    """Calls with few blocks take the usual kernels, on every rank."""
+    for rank in range(SIZE):
+        with environment(rank, SIM_SHARED_BYTES=str(99 << 10)), Communicator() as comm:
+            right(comm.allreduce(mine(300_000), sms=8))
+            assert comm.allgather(mine(300_000), sms=8).shape == (SIZE * 300_000,)
+            assert "for sms=" not in comm.describe()
+            works(comm)
+    good_communicator()
+
+
 def an_older_driver() -> None:
     """A launch has as many arrays of a list as the oldest driver of all ranks takes, on every rank."""
     for rank in range(SIZE):
@@ -586,7 +597,8 @@ def a_warning_that_is_an_error() -> None:
 SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
     too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
-    one_smaller_gpu, an_older_driver, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
-    any_group, no_secret_is_shown, no_port_is_opened, files_are_private, exclusive_compute_mode, no_compiler, no_cache,
+    one_smaller_gpu, one_gpu_with_little_shared_memory, an_older_driver, shared_gpus, wrong_options, odd_options,
+    devices, auto_in_a_part, any_group, no_secret_is_shown, no_port_is_opened, files_are_private,
+    exclusive_compute_mode, no_compiler, no_cache,
     exceptions_at_start_up, a_rank_leaves_before_the_links_are_tried, a_warning_that_is_an_error,
 ]  # fmt: skip

@@ -13,6 +13,11 @@ struct SimThread {
     uint32_t bytes;
   } loaded[kSimLoads];
 };
+struct SimStore {
+  void* to;
+  const void* from;
+  uint32_t bytes;  // 0: the end of a group
+};
 extern __thread const SimThread* sim_thread;  // the CUDA thread now running on this OS thread
 extern __thread int kRank, kRanks;            // of the launch now running on this OS thread
 extern bool sim_split_packets;                // packets arrive as two 8-byte parts, the last part first
@@ -38,6 +43,10 @@ uint32_t sim_shuffle_xor(uint32_t mine, uint32_t mask);  // what that lane of th
 void sim_sync_cluster(uint32_t blocks);                  // of clusters of so many blocks
 // For sync.cuh: shared memory of a block of the grid, with what an earlier kernel may have left in it.
 void* sim_shared(uint32_t block, size_t bytes);
+// For sync.cuh: keeps a store of the thread now running, or returns false for one to make at once; and takes out the
+// oldest one, but for those of so many groups.
+bool sim_store_later(SimStore store);
+bool sim_store_now(uint32_t but_groups, SimStore& store);
 void sim_relax();     // between two polls
 void sim_make_way();  // between two steps
 void sim_touch();  // before each access to memory

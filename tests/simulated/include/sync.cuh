@@ -215,7 +215,7 @@ DEVICE float max_nan(float a, float b) { return a != a || b != b ? bits_to_float
 constexpr bool kConvertsToE4m3 = false;
 DEVICE u32 floats_to_e4m3(float, float) { return 0; }
 
-// ---- gates and bulk copies, which are made when they are ordered
+// ---- gates and bulk copies. Loads are made when they are ordered, and stores then or when their thread waits for them.
 struct Gate {
   u32 left;   // bytes, and the highest bit until it is known how many are due
   u32 phase;  // of bulk copies
@@ -239,14 +239,20 @@ DEVICE void bulk_load(void* to, u64 from, u32 bytes, Gate& gate) {
 DEVICE void wait_for_bytes(const Gate& gate, u32 parity) {
   while (__atomic_load_n(&gate.phase, __ATOMIC_ACQUIRE) % 2 == parity) sim_relax();
 }
-DEVICE void bulk_store(u64 to, const void* from, u32 bytes) {
+DEVICE void make_store(const SimStore& one) {
   sim_touch();
-  if ((to | (u64)from | bytes) % sizeof(Packet)) sim_misaligned();
-  for (u32 i = 0; i < bytes / sizeof(Packet); ++i) ((Packet*)to)[i] = ((const Packet*)from)[i];
+  for (u32 i = 0; i < one.bytes / sizeof(Packet); ++i) ((Packet*)one.to)[i] = ((const Packet*)one.from)[i];
 }
-DEVICE void commit_bulk_stores() {}
-template <int> DEVICE void wait_until_stores_have_read() {}
-DEVICE void wait_until_stores_are_made() {}
+DEVICE void bulk_store(u64 to, const void* from, u32 bytes) {
+  if ((to | (u64)from | bytes) % sizeof(Packet)) sim_misaligned();
+  const SimStore one = {(void*)to, from, bytes};
+  if (!sim_store_later(one)) make_store(one);
+}
+DEVICE void commit_bulk_stores() { sim_store_later({}); }
+template <int kGroups> DEVICE void wait_until_stores_have_read() {
+  for (SimStore one; sim_store_now(kGroups, one);) make_store(one);
+}
+DEVICE void wait_until_stores_are_made() { wait_until_stores_have_read<0>(); }
 DEVICE void fence_proxy_async() {}
 DEVICE void fence_proxy_async_shared() {}
 

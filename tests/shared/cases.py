@@ -285,7 +285,7 @@ def norm_of(case: Case, values: list[Values], rank: int) -> list[np.ndarray | No
     shape, (_, weight, residual, given) = case.what, values[rank]
     right = norms.results(
         reference.reduce([of_rank[0] for of_rank in values], "sum"), residual if shape.residual else None, weight,
-        dtype=shape.dtype, eps=shape.eps, weight_bias=shape.weight_bias, scales=shape.scales, given=float(given[0]),
+        eps=shape.eps, weight_bias=shape.weight_bias, scales=shape.scales, given=float(given[0]),
     )  # fmt: skip
     return [right.y if shape.keeps_y else None, right.residual_out, right.quantised, right.scales]
 

@@ -66,7 +66,7 @@ class Case:
         with np.errstate(all="ignore"):
             reduced = reference.reduce(every, "sum").reshape(rows)
         self.expected = norms.results(
-            reduced, added.reshape(rows) if residual else None, weight, dtype=dtype, eps=EPS, weight_bias=weight_bias,
+            reduced, added.reshape(rows) if residual else None, weight, eps=EPS, weight_bias=weight_bias,
             scales=scales, given=GIVEN,
         )  # fmt: skip
         self.form, self.scales, self.kind = form, scales, kind

@@ -74,9 +74,9 @@ def define(
     apply: Any = super(torch.autograd.Function, made).apply  # Function.apply() would take 20 us more
 
     def differentiable(x: torch.Tensor, *rest: Any) -> Any:
-        rest += defaults[len(rest) :]
         if not _is_differentiated(x):
             return forward(x, *rest)
+        rest += defaults[len(rest) :]
         if not torch._C._are_functorch_transforms_active():
             return apply(x, *rest)
         # The dispatcher calls this once for each transform of torch.func. This call is autograd for one of them.

@@ -57,12 +57,7 @@ class VirtualWorkspace(Workspace):
 
     def _map(self, handle: Any) -> tuple[int, Callable[[], None]]:
         """See :meth:`Workspace._map`. :param handle: a descriptor, which stays the caller's."""
-        there = Range(self._ordinal, self._own.nbytes)
-        try:
-            there.attach(virtual_memory.import_descriptor(handle))
-        except BaseException:
-            there.close()
-            raise
+        there = Range.over(self._ordinal, self._own.nbytes, lambda: virtual_memory.import_descriptor(handle))
         self._there.append(there)
         return there.address, there.close
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,10 @@ from . import norms, views
 from .host_norms import HostNorm
 from .lists import check_streams
 from .norms import NormArguments
-from .operands import PreparedCall, Site, check_device
+from .operands import PreparedCall, Site, Written, check_device
 
 _BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 _OF_X = "x", "weight", "residual", "out", "residual_out"
-
-
-@dataclass(eq=False)
-class Output:
-    """A result: kernels write ``destination``. If ``target`` is another array, the caller copies the result there."""
-
-    target: Any
-    destination: Any
 
 
 class NormCall(NormArguments):
@@ -89,7 +80,7 @@ class DeviceNorm:
                 )
         if "quant_out" in self._arrays and self._arrays["quant_out"].dtype == FLOAT8:
             self._arrays["quant_out"] = self._arrays["quant_out"].view(np.uint8)
-        self.written: list[Output] = []
+        self.written: list[Written] = []
         self.held: list[Any] = []
         self.results: dict[str, Any] = {}
 
@@ -153,7 +144,7 @@ class DeviceNorm:
             if target.size and (not fits or views.pointer(target) % alignment):
                 destination = self._empty(name, form, dtype)
         self.held.append(target)
-        self.written.append(Output(target, destination))
+        self.written.append(Written(target, destination))
         return self._hold(destination)
 
     def _empty(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

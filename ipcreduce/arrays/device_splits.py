@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..calls.addresses import addresses_of
 from ..calls.request import Member, Moved, Request, unit_of
@@ -13,15 +13,8 @@ from ..dtypes import kind_name, op_name
 from ..errors import ArgumentError, naming_member
 from . import views
 from .lists import check_apart
-from .operands import PreparedCall, Site, check_device, check_own_elements, check_writable, new_result
+from .operands import PreparedCall, Site, Written, check_device, check_own_elements, check_writable, new_result
 from .splits import BROADCAST, GATHER, SplitArguments, Splitting, check_output, readable
-
-
-class _Copied(NamedTuple):
-    """An array that kernels write, ``destination``, and the array into which the caller then copies it, ``target``."""
-
-    target: Any
-    destination: Any
 
 
 class DeviceSplit:
@@ -68,7 +61,7 @@ class DeviceSplit:
             yield from (one.source, one.destination, one.target)
 
     @property
-    def written(self) -> Sequence[_Copied]:
+    def written(self) -> Sequence[Written]:
         """The arrays that kernels write, each with the array into which it is copied then."""
         return [*chain.from_iterable(one.copies() for one in self._arrays)]
 
@@ -188,9 +181,9 @@ class _Array:
         """The address to which kernels write."""
         return views.pointer(self.destination)
 
-    def copies(self) -> Iterator[_Copied]:
+    def copies(self) -> Iterator[Written]:
         """The copies from where kernels write to where the result belongs. They run after the kernels."""
         if self._packed and self._call.collective == GATHER:
-            yield from (_Copied(place, part) for part, place in self._parts(self.destination, self.target))
+            yield from (Written(place, part) for part, place in self._parts(self.destination, self.target))
         elif not (self._call.collective == BROADCAST and self._call.rank == self.splitting.split.root):
-            yield _Copied(self.target, self.destination)
+            yield Written(self.target, self.destination)

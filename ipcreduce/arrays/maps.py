@@ -219,7 +219,7 @@ class DeviceMap:
     def __init__(self, given: MapCall, site: Site) -> None:
         self._used, self._op, then = DeviceOperands.of(given.array, given.out, site), given.op, given.then
         self._sms = given.sms
-        used, self.written = self._used, (self._used,)
+        used, self.written, self.result = self._used, (self._used,), self._used.result
         self.given: Sequence[Any] = [given.array, given.out, *then.operands.values()]
         kind = DTYPES.get(used.source.dtype)
         _check_dtype(used.source.dtype.name if kind is None else kind)
@@ -272,11 +272,6 @@ class DeviceMap:
     def held(self) -> Iterable[Any]:
         """The arrays that a recording has to keep: operands and copies, too."""
         return *self._used.held, *self._arrays, *self._made
-
-    @property
-    def result(self) -> Any:
-        """The array that the call returns."""
-        return self._used.result
 
 
 def _device_view(name: str, value: Any, used: DeviceOperands, written: bool) -> Any:

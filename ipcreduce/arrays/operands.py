@@ -87,6 +87,13 @@ class Output(Protocol):
     def destination(self) -> Any: ...
 
 
+class Written(NamedTuple):
+    """An array that kernels write, ``destination``, and the array into which the caller then copies it, ``target``."""
+
+    target: Any
+    destination: Any
+
+
 def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
     """The stream of a call on a device array: its handle, and the object that keeps the handle valid.
 

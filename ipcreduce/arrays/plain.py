@@ -48,7 +48,7 @@ class DevicePlain:
     def __init__(self, given: PlainCall, site: Site) -> None:
         self.given: Sequence[Any] = given.array, given.out
         self._used, self._op, self._sms = DeviceOperands.of(given.array, given.out, site), given.op, given.sms
-        self.written = (self._used,)
+        self.written, self.result = (self._used,), self._used.result
 
     @property
     def request(self) -> Request:
@@ -67,11 +67,6 @@ class DevicePlain:
     def held(self) -> tuple[Any, ...]:
         """The arrays that a recording has to keep."""
         return self._used.held
-
-    @property
-    def result(self) -> Any:
-        """The array that the call returns."""
-        return self._used.result
 
 
 class HostPlain:

@@ -16,7 +16,29 @@ _MAX = 65521  # elements that are drawn. Longer messages repeat them, with this 
 _LARGEST = 8  # largest magnitude: the sum over 8 ranks is then exact in every dtype
 
 
-class Message:
+class Placed:
+    """The arrays of a message: CuPy's, or NumPy's if there are no GPUs."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.on_host = comm.backend == "host"
+        self._library = np if self.on_host else cupy_runtime.load()
+
+    def _fill(self, array: Any, values: np.ndarray[Any, Any]) -> None:
+        if self.on_host:
+            array[...] = values
+        else:
+            array.set(values)
+
+    def _found(self, array: Any) -> np.ndarray[Any, Any]:
+        return array if self.on_host else self._library.asnumpy(array)
+
+    def wait(self) -> None:
+        """Wait for the calls on CuPy's current stream. Calls on host arrays have ended already."""
+        if not self.on_host:
+            self._library.cuda.get_current_stream().synchronize()
+
+
+class Message(Placed):
     """This rank's data of ``nbytes`` bytes, and room for the result: CuPy's arrays, or NumPy's if there are no GPUs.
 
     :param arrays: into how many arrays of the same length, or one unit more, the data are split; 0 for one array.
@@ -31,12 +53,11 @@ class Message:
         unit, parts = of.unit(comm.size), max(1, arrays)
         units = max(1, nbytes // dtype.itemsize // unit)
         self._period = min(unit * units, _MAX)
-        self.on_host = comm.backend == "host"
-        library = np if self.on_host else cupy_runtime.load()
+        super().__init__(comm)
         self._begins = [unit * (units * part // parts) for part in range(parts + 1)]
         counts = [end - begin for begin, end in pairwise(self._begins)]
         self._targets = [comm.empty(of.results(count, comm.size), dtype) for count in counts]
-        self._sources = self._targets if of.in_place else [library.empty(count, dtype) for count in counts]
+        self._sources = self._targets if of.in_place else [self._library.empty(count, dtype) for count in counts]
         self.source: Any = self._sources if arrays else self._sources[0]
         self.target: Any = self._targets if arrays else self._targets[0]
         self.what = f"the {of.what} of {nbytes} bytes"
@@ -58,16 +79,12 @@ class Message:
                 continue
             mine = np.roll(self._draws[self._rank], -begin)
             for part in self._periods(source):
-                if self.on_host:
-                    part[...] = mine[: len(part)]
-                else:
-                    part.set(mine[: len(part)])
+                self._fill(part, mine[: len(part)])
 
     def is_right(self, gives: str = "all") -> bool:
         """True if ``target`` is the result. :param gives: what a contender gives, which is all here."""
         for begin, target in zip(self._begins, self._targets, strict=False):
-            found = target if self.on_host else cupy_runtime.load().asnumpy(target)
-            for array, values, first in self._parts(begin, found):
+            for array, values, first in self._parts(begin, self._found(target)):
                 due = np.roll(values, -first)
                 if not all((part.astype(np.float64) == due[: len(part)]).all() for part in self._periods(array)):
                     return False
@@ -85,8 +102,3 @@ class Message:
     def _periods(self, array: Any) -> Iterator[Any]:
         """The parts of an array in each of which the data begin anew."""
         return (array[begin : begin + self._period] for begin in range(0, len(array), self._period))
-
-    def wait(self) -> None:
-        """Wait for the calls on CuPy's current stream. Calls on host arrays have ended already."""
-        if not self.on_host:
-            cupy_runtime.load().cuda.get_current_stream().synchronize()

@@ -17,12 +17,11 @@ from ..arrays import rmsnorm
 from ..arrays.norms import FP8
 from ..calls.request import GROUP, ITEMSIZES, NormShape, with_norm
 from ..communicator import Communicator
-from ..cuda import cupy_runtime
 from ..device.backend import DeviceBackend
 from ..device.prepared import Prepared
 from ..graphs.session import session_of
 from ..ipc.backend import IpcBackend
-from . import contenders
+from . import contenders, data
 from .collectives import ALLREDUCE
 
 OP = "allreduce_rmsnorm"
@@ -50,17 +49,18 @@ class Rows:
     scales: Any
 
 
-class Message:
+class Message(data.Placed):
     """This rank's rows, and room for the results: see :class:`ipcreduce.bench.data.Message`."""
 
     def __init__(self, rows: int, hidden: int, dtype: np.dtype[Any], comm: Communicator, quantize: str) -> None:
         scales = QUANTIZE[quantize]
         shape = self._shape = NormShape(rows, hidden, dtype.name, _EPS, 0.0, True, scales, keeps_y=not scales)
         self._dtype, self._rank, self._ranks, self._turn = dtype, comm.rank, comm.size, 0
-        self.nbytes, self.on_host, self.of = shape.nbytes, comm.backend == "host", ALLREDUCE
+        self.nbytes, self.of = shape.nbytes, ALLREDUCE
         self.fields = {"op": OP, "rows": rows, "hidden": hidden, "quantize": quantize}
         self.what = f"the RMSNorm of {rows} rows"
-        library = np if self.on_host else cupy_runtime.load()
+        super().__init__(comm)
+        library: Any = self._library
         x, residual, y, residual_out = (library.empty((rows, hidden), dtype) for _ in range(4))
         groups = {"given": (1,), "token": (rows, 1), "group": (rows, hidden // GROUP)}.get(scales)
         self.source = Rows(
@@ -80,11 +80,8 @@ class Message:
         self._reduced = np.sum([draw.astype(np.float32) for draw in draws], axis=0).astype(self._dtype)
         given = np.array([_SCALE], np.float32)
         self._expected = rmsnorm.normalise(self._shape, self._reduced, weight, residual, given)
-        for array, data in ((arrays.x, draws[self._rank]), (arrays.residual, residual), (arrays.weight, weight)):
-            if self.on_host:
-                array[...] = data
-            else:
-                array.set(data)
+        for array, values in ((arrays.x, draws[self._rank]), (arrays.residual, residual), (arrays.weight, weight)):
+            self._fill(array, values)
         arrays.y.fill(_POISON)
         arrays.residual_out.fill(_POISON)
         if arrays.quantised is not None:
@@ -113,14 +110,6 @@ class Message:
 
     def _same(self, array: Any, expected: np.ndarray[Any, Any]) -> bool:
         return self._found(array).tobytes() == expected.tobytes()
-
-    def _found(self, array: Any) -> np.ndarray[Any, Any]:
-        return array if self.on_host else cupy_runtime.load().asnumpy(array)
-
-    def wait(self) -> None:
-        """Wait for the calls on CuPy's current stream. Calls on host arrays have ended already."""
-        if not self.on_host:
-            cupy_runtime.load().cuda.get_current_stream().synchronize()
 
 
 class Ours(contenders.Ours):

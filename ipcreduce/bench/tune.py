@@ -19,10 +19,10 @@ import numpy as np
 from ..calls import request
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
-from ..errors import IpcReduceError, UnsupportedError
+from ..errors import UnsupportedError
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
-from . import output, report, timing, tune_norms
+from . import output, report, tune_norms
 from .arguments import count, size, sizes
 from .data import Message
 from .limit import our_backend
@@ -138,12 +138,7 @@ def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: in
     stream, owner = cupy_runtime.stream_of()
     start = partial(prepared.start, (message.source.data.ptr, message.target.data.ptr))
     calls = max(4, min(100, (16 << 20) // nbytes))
-    message.renew()
-    graph = timing.captured(partial(backend.run, start, stream, owner), calls)
-    found = timing.in_graph(graph, calls, replays, mpi).median
-    if not all(mpi.allgather(message.is_right())):
-        raise IpcReduceError(f"the sum of {nbytes} bytes by {choice} is wrong. No table is stored")
-    return found
+    return tune_norms.timed(message, choice, partial(backend.run, start, stream, owner), calls, replays, mpi)
 
 
 def _fewest(table: list[plan.Choice]) -> list[plan.Choice]:

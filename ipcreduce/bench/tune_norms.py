@@ -7,7 +7,7 @@ kernel is the fastest depends on that (norm_plan.py).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -90,8 +90,13 @@ def _time(
         arrays.y.fill(1)  # no zero: that would be no kernel
         backend.run(partial(prepared.start, addresses), stream, owner)
 
+    return timed(message, planned, call, _CALLS, replays, mpi)
+
+
+def timed(message: Any, by: object, call: Callable[[], None], calls: int, replays: int, mpi: Any) -> float:
+    """The time of ``call``, in microseconds. :raises IpcReduceError: if the message's result is wrong."""
     message.renew()
-    found = timing.in_graph(timing.captured(call, _CALLS), _CALLS, replays, mpi).median
+    found = timing.in_graph(timing.captured(call, calls), calls, replays, mpi).median
     if not all(mpi.allgather(message.is_right())):
-        raise IpcReduceError(f"{message.what} by {planned} is wrong. No table is stored")
+        raise IpcReduceError(f"{message.what} by {by} is wrong. No table is stored")
     return found

@@ -174,10 +174,6 @@ def empty(like: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
         return result, 0
 
 
-def _of_numpy_dtype(dtype: np.dtype[Any]) -> Any:
-    return _of_numpy[dtype]
-
-
 # ---- streams
 def current_stream(device: int) -> tuple[Stream, Any]:
     """The handle of PyTorch's current stream on a GPU, and the stream object."""
@@ -208,7 +204,7 @@ def on_stream(stream: Stream, device: int) -> Iterator[None]:
 def new_on(tensor: Any, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream) -> Any:
     """A new contiguous tensor on the device of ``tensor``, from PyTorch's allocator, for use on ``stream``."""
     with on_stream(stream, tensor.get_device()):
-        return torch.empty(shape, dtype=_of_numpy_dtype(dtype), device=tensor.device)
+        return torch.empty(shape, dtype=_of_numpy[dtype], device=tensor.device)
 
 
 def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
@@ -298,7 +294,7 @@ def detached(tensor: Any) -> Any:
 def of_numpy(array: np.ndarray[Any, Any]) -> Any:
     """A tensor over the memory of a NumPy array. An empty one is new: NumPy's strides there are 0."""
     if not array.size:
-        return torch.empty(array.shape, dtype=_of_numpy_dtype(array.dtype))
+        return torch.empty(array.shape, dtype=_of_numpy[array.dtype])
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -335,7 +331,7 @@ def over(array: Any, tensor: Any) -> Any:
 
     The new tensor keeps the array alive. No stream waits for another.
     """
-    dtype = _of_numpy_dtype(array.dtype)
+    dtype = _of_numpy[array.dtype]
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device=tensor.device)
     flat = torch.as_tensor(array.reshape(-1).view(np.uint8), device=tensor.device)

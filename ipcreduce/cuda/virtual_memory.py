@@ -9,6 +9,7 @@ The virtual memory calls wait for nothing, unlike cuMemFree and cuIpcCloseMemHan
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CudaError
@@ -75,6 +76,17 @@ class Range:
         self._piece = nbytes  # bytes of each mapping
         self._next = 0  # the handle of memory that is to be mapped next
         self.address = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
+
+    @classmethod
+    def over(cls, ordinal: int, nbytes: int, make: Callable[[], int]) -> Range:
+        """New addresses, at which the memory is mapped whose handle ``make()`` returns."""
+        made = cls(ordinal, nbytes)
+        try:
+            made.attach(make())
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def attach(self, handle: int, nbytes: int | None = None) -> None:
         """Map memory here, from the first address on. Its handle is this object's from now on.

@@ -55,13 +55,9 @@ class Slab:
         if not virtual or nbytes < UNIT:
             address = driver.allocate(nbytes)
             return cls(address, nbytes, stream, [(address, nbytes)])
-        place = Range(device, virtual_memory.rounded(device, nbytes))
-        try:
-            place.attach(virtual_memory.create(device, place.nbytes))
-        except BaseException:
-            place.close()
-            raise
-        return cls(place.address, place.nbytes, stream, [(place.address, place.nbytes)], place)
+        nbytes = virtual_memory.rounded(device, nbytes)
+        place = Range.over(device, nbytes, lambda: virtual_memory.create(device, nbytes))
+        return cls(place.address, nbytes, stream, [(place.address, nbytes)], place)
 
     def release(self) -> None:
         """Give the memory back to the driver, with its addresses."""
@@ -187,6 +183,9 @@ class GraphPool:
         self._give_back()
 
     # ---- memory that is given back: see Pools
+    def _places(self) -> list[Range]:
+        return [slab.place for slab in self._slabs if slab.place is not None]
+
     def suspend(self, piece: int, nbytes: int) -> None:
         """Give the memory of the slabs back, and cover their addresses: what still writes there ends no program.
 
@@ -194,31 +193,27 @@ class GraphPool:
         """
         with self._lock:
             self.is_suspended = True
-            for slab in self._slabs:
-                if slab.place is not None:
-                    slab.place.detach()
-                    slab.place.cover(piece, nbytes)
+            for place in self._places():
+                place.detach()
+                place.cover(piece, nbytes)
 
     def prepare(self) -> None:
         """Create memory for the slabs, if it was given back."""
         with self._lock:
-            for slab in self._slabs if self.is_suspended else ():
-                if slab.place is not None:
-                    slab.place.prepare(virtual_memory.create(self.device, slab.nbytes))
+            for place in self._places() if self.is_suspended else ():
+                place.prepare(virtual_memory.create(self.device, place.nbytes))
 
     def drop_prepared(self) -> None:
         """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""
         with self._lock:
-            for slab in self._slabs:
-                if slab.place is not None:
-                    slab.place.drop_prepared()
+            for place in self._places():
+                place.drop_prepared()
 
     def resume(self) -> None:
         """Map the new memory. What was in the old one is lost."""
         with self._lock:
-            for slab in self._slabs:
-                if slab.place is not None:
-                    slab.place.swap()
+            for place in self._places():
+                place.swap()
             self.is_suspended = False
 
     # ---- blocks

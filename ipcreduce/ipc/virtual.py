@@ -57,12 +57,7 @@ class VirtualWorkspace(Workspace):
 
     def _map(self, handle: Any) -> tuple[int, Callable[[], None]]:
         """Map one peer's workspace. Returns its address here, and what unmaps it. ``handle``: its descriptor."""
-        there = Range(self._ordinal, self._own.nbytes)
-        try:
-            there.attach(virtual_memory.import_descriptor(handle))
-        except BaseException:
-            there.close()
-            raise
+        there = Range.over(self._ordinal, self._own.nbytes, lambda: virtual_memory.import_descriptor(handle))
         self._there.append(there)
         return there.address, there.close
 

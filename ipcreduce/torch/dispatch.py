@@ -5,6 +5,7 @@ With torch.library.custom_op an eager call would take the host twice as long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,3 +35,14 @@ def changed(x: torch.Tensor) -> None:
     """Say that a kernel has written to ``x``: a backward pass that needs the old values then raises."""
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)
+
+
+def defined(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """A new operator. ``kernel`` serves tensors on GPUs and on the host; ``fake`` makes results without values.
+
+    Both need the schema's defaults: PyTorch does not pass arguments that equal them.
+    """
+    library.define(f"{name}{schema}")
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ipcreduce::{name}", fake, lib=library)
+    return getattr(torch.ops.ipcreduce, name)

@@ -16,7 +16,7 @@ from ..arrays.norms import FP8
 from ..calls.request import GROUP
 from ..errors import ArgumentError, UnsupportedError
 from ..texts import shown
-from .dispatch import changed, has_derivative, is_plain, library
+from .dispatch import changed, defined, has_derivative, is_plain, library
 from .names import DEFAULT, find
 
 _NUMBERS = f'float eps=1e-6, float weight_bias=0.0, str communicator="{DEFAULT}"'
@@ -120,8 +120,7 @@ def _fake_scales(x: torch.Tensor, quantize: FP8) -> torch.Tensor:
 
 # ---- the operators
 def _operator(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    library.define(f"{name}{schema}")
-    operator: Any = getattr(torch.ops.ipcreduce, name)
+    operator = defined(name, schema, kernel, fake)
     overload = operator.default
     names = [argument.name for argument in overload._schema.arguments]
 
@@ -142,10 +141,8 @@ def _operator(name: str, schema: str, kernel: Callable[..., Any], fake: Callable
             f"{name} within torch.func.vmap. Pass the whole batch: x may have any number of dimensions before the last"
         )
 
-    library.impl(name, kernel, "CompositeExplicitAutograd")
     library.impl(name, without_derivative, "Autograd")
     library.impl(name, of_batches, "FuncTorchBatched")
-    torch.library.register_fake(f"ipcreduce::{name}", fake, lib=library)
     return operator
 
 

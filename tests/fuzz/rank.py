@@ -225,7 +225,7 @@ class Player:
         with np.errstate(all="ignore"):
             right = norms.results(
                 reference.reduce(draws, "sum").reshape(form), added.reshape(form) if step["residual"] else None, row,
-                dtype=step["dtype"], eps=1e-5, scales=scales, given=0.5,
+                eps=1e-5, scales=scales, given=0.5,
             )  # fmt: skip
         stream = self.streams[step["stream"]]
         with stream:

@@ -33,13 +33,6 @@ def test_sweep(mpirun: Run, ranks: int, shared: bool) -> None:
     assert f" calls on {ranks} ranks, all right" in output
 
 
-@pytest.mark.parametrize(("ranks", "shared"), worlds())
-def test_calls_with_rmsnorm(mpirun: Run, ranks: int, shared: bool) -> None:
-    cases = 20 if shared else 150
-    output = mpirun("tests/gpu/norm_calls.py", ranks, "--cases", cases, timeout=500).stdout
-    assert f"{cases} calls with RMSNorm on {ranks} ranks, all right" in output
-
-
 def test_epochs_that_wrap(mpirun: Run) -> None:
     calls, replays = (60, 5) if machine.cuda()[0] < 2 else (1000, 100)
     output = mpirun("tests/gpu/wrap.py", 2, "--calls", calls, "--replays", replays, "--samples", 5, timeout=300).stdout

@@ -164,7 +164,7 @@ class Norm(Kind):
     def results(self, turn: int) -> Values:
         own = self.inputs(turn, 0)
         found = norms.results(
-            reference.reduce(self.of_all(turn, "x"), "sum"), own.get("residual"), own["weight"], dtype=self.dtype,
+            reference.reduce(self.of_all(turn, "x"), "sum"), own.get("residual"), own["weight"],
             eps=self.eps, weight_bias=self.bias, scales=self.scales,
         )  # fmt: skip
         results = {"out": found.y, "residual_out": found.residual_out}

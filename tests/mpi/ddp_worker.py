@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -321,10 +321,7 @@ def groups() -> None:
     turned.Free()
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {
-    scenario.__name__: scenario
-    for scenario in (bits, unsynchronised, unused, static, as_without, failures, left, groups)
-}
+SCENARIOS = [bits, unsynchronised, unused, static, as_without, failures, left, groups]
 
 
 def main() -> None:
@@ -333,11 +330,7 @@ def main() -> None:
     port = WORLD.bcast(store.port if store else None)
     store = store or dist.TCPStore("localhost", port, SIZE, False)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
-    for name in sys.argv[1:]:
-        SCENARIOS[name]()
-        WORLD.Barrier()
-        if RANK == 0:
-            print(f"{name}: right", flush=True)
+    worker.play(SCENARIOS, sys.argv[1:])
     dist.destroy_process_group()
 
 

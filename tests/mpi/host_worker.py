@@ -1125,20 +1125,17 @@ def no_room(*_: Any, **__: Any) -> None:
     raise OSError("No space left on device")
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        every_kind, as_people_write, subclasses, random_calls, lists, splits, known_splits, lists_that_differ,
-        a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, wrong_splits, late,
-        memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
-        failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
-        left_before_the_data, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
-        no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
-        nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
-        threads, closing,
-        a_call_after_another_rank_has_closed, default, forked,
-    )
-}  # fmt: skip
+SCENARIOS = [
+    every_kind, as_people_write, subclasses, random_calls, lists, splits, known_splits, lists_that_differ,
+    a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, wrong_splits, late,
+    memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
+    failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
+    left_before_the_data, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
+    no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
+    nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
+    threads, closing,
+    a_call_after_another_rank_has_closed, default, forked,
+]  # fmt: skip
 
 
 HOW = sys.argv[1]
@@ -1155,12 +1152,7 @@ def main() -> None:
         way = {"memory": "MB of shared memory", "page": "No space left on device"}
         assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()
         assert (comm._state.host._shared is not None) == (HOW == "memory")
-        for name in sys.argv[2:]:
-            started = time.monotonic()
-            SCENARIOS[name](comm)
-            WORLD.Barrier()
-            if RANK == 0:
-                print(f"{name}: right, {time.monotonic() - started:.1f} s", flush=True)
+        worker.play(SCENARIOS, sys.argv[2:], comm)
 
 
 if __name__ == "__main__":

@@ -241,21 +241,10 @@ def results_of_breaks() -> None:
         assert give([1]) == [1]
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        reprs, public_interface, copies, closed, log, arguments, nothing_is_recorded, results_of_breaks,
-    )
-}  # fmt: skip
-
-
-def main() -> None:
-    for name in sys.argv[1:]:
-        SCENARIOS[name]()
-        WORLD.Barrier()
-        if RANK == 0:
-            print(f"{name}: right", flush=True)
+SCENARIOS = [
+    reprs, public_interface, copies, closed, log, arguments, nothing_is_recorded, results_of_breaks,
+]  # fmt: skip
 
 
 if __name__ == "__main__":
-    worker.run(main)
+    worker.run(lambda: worker.play(SCENARIOS, sys.argv[1:]))

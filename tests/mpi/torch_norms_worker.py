@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from mpi4py import MPI
-
 import ipcreduce
 import ipcreduce.torch as operators
 from tests.shared import torch_norms, worker
-
-CHECKS = {check.__name__: check for check in torch_norms.ALL}
 
 
 def main() -> None:
     comm = ipcreduce.Communicator(timeout=60)
     operators.register(torch_norms.NAME, comm)
-    for name in sys.argv[1:]:
-        CHECKS[name](comm, "cpu")
-        MPI.COMM_WORLD.Barrier()
-        if comm.rank == 0:
-            print(f"{name}: right", flush=True)
+    worker.play(torch_norms.ALL, sys.argv[1:], comm, "cpu")
 
 
 if __name__ == "__main__":

@@ -354,22 +354,11 @@ def exported() -> None:
     assert torch.equal(program.module()(brought(RANK)), 2 * summed())
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        results, gradients, in_place, in_place_gradients, forward_mode, transforms, traced, without_memory, names,
-        checks_of_pytorch, compiled, compiled_training, exported,
-    )
-}  # fmt: skip
-
-
-def main() -> None:
-    for name in sys.argv[1:]:
-        SCENARIOS[name]()
-        MPI.COMM_WORLD.Barrier()
-        if RANK == 0:
-            print(f"{name}: right", flush=True)
+SCENARIOS = [
+    results, gradients, in_place, in_place_gradients, forward_mode, transforms, traced, without_memory, names,
+    checks_of_pytorch, compiled, compiled_training, exported,
+]  # fmt: skip
 
 
 if __name__ == "__main__":
-    worker.run(main)
+    worker.run(lambda: worker.play(SCENARIOS, sys.argv[1:]))

@@ -132,11 +132,8 @@ def fsdp_refuses() -> None:
         operators.FSDPAllGather(dist.group.WORLD)  # type: ignore[arg-type]
 
 
-def main() -> None:
-    for name in sys.argv[1:]:
-        globals()[name]()
-        print(f"{name}: right", flush=True)
+SCENARIOS = [results, gradients, transforms, compiled, checks_of_pytorch, fsdp_refuses]
 
 
 if __name__ == "__main__":
-    worker.run(main)
+    worker.run(lambda: worker.play(SCENARIOS, sys.argv[1:]))

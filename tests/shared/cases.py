@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ipcreduce import Map
+from ipcreduce import FP8, Map
 from ipcreduce.bench.limit import our_backend
 from ipcreduce.calls.addresses import NormAddresses
 from ipcreduce.calls.request import NormShape, Request, with_norm
@@ -193,7 +193,7 @@ def mapped(case: Case, values: list[Values], rank: int) -> list[np.ndarray]:
     return [(result.astype(kind) * kind(factor) + row.astype(kind) - full.astype(kind)).astype(dtype)]
 
 
-# ---- with RMSNorm, by the fused kernel and by the unfused pair, below the public call
+# ---- with RMSNorm: the public call, and below it the fused kernel and the unfused pair
 def draw_norm(rng: np.random.Generator, own: np.random.Generator, ranks: int, limits: Limits) -> Case:
     hidden = int(rng.choice(HIDDEN)) if rng.random() < 0.6 else 64 * int(2 ** rng.uniform(0, 8))
     dtype = str(rng.choice(["float16", "bfloat16", "bfloat16", "float32"]))
@@ -214,12 +214,16 @@ def draw_norm(rng: np.random.Generator, own: np.random.Generator, ranks: int, li
     late = int(rng.integers(ranks)) if rng.random() < 0.1 else -1
     in_place = str(rng.choice(["", "x", "residual", "both"]))
     special = bool(rng.random() < 0.3)
-    return normed(shape, in_place, special=special, turns=int(rng.choice([1, 1, 3])), late=late)
+    turns, step = int(rng.choice([1, 1, 3])), int(rng.choice([1, 1, 1, 2]))
+    return normed(shape, in_place, step, special=special, turns=turns, late=late)
 
 
-def normed(shape: NormShape, in_place: str = "", **more: Any) -> Case:
-    """The case of a shape. ``in_place``: "", "x" (y lies over it), "residual" (residual_out does), or "both"."""
-    rows = Array.of(norms.DTYPES[shape.dtype], (shape.rows, shape.hidden))
+def normed(shape: NormShape, in_place: str = "", step: int = 1, **more: Any) -> Case:
+    """The case of a shape. ``in_place``: "", "x" (y lies over it), "residual" (residual_out does), or "both".
+
+    ``step``: of the elements of a row, which kernels take if it is 1.
+    """
+    rows = Array.of(norms.DTYPES[shape.dtype], (shape.rows, shape.hidden), step)
     row = Array.of(rows.dtype, (shape.hidden,))
     one = Array.of(np.dtype("f4"), (1,))
     groups = shape.hidden // norms.SCALE_GROUP if shape.scales == "group" else 1
@@ -232,7 +236,7 @@ def normed(shape: NormShape, in_place: str = "", **more: Any) -> Case:
         None, None,
     )  # fmt: skip
     outputs = rows, rows, Array.of(np.dtype("u1"), rows.shape), scales
-    return Case("norm", shape, (rows, row, rows, one), outputs, over, alignment=16, **more)
+    return Case("norm", shape, (rows, row, rows, one), outputs, over, alignment=16 if step == 1 else 1, **more)
 
 
 def values_of_norm(case: Case, rank: int, own: np.random.Generator, common: np.random.Generator) -> Values:
@@ -248,16 +252,19 @@ def values_of_norm(case: Case, rank: int, own: np.random.Generator, common: np.r
 
 
 def norm_ways(comm: Any, case: Case) -> list[str]:
-    """The fused kernel, if there is one for the shape, and the pair."""
+    """The call; where arrays lie as kernels want them, the fused kernel, if the shape has one, and the pair."""
     launches, shape = our_backend(comm, "a sweep of norms").launches, case.what
     plan = launches.norm_plan(shape) if launches.fused(norm_request(shape)) is not None else None
-    if plan is None:
-        return ["pair"]
+    if case.alignment == 1 or plan is None:
+        return ["norm"] if case.alignment == 1 else ["norm", "pair"]
     tiled = " in tiles" if plan.tiles(shape.rows) > 1 else ""
-    return [f"{plan.kernel}, {plan.cluster} blocks a row, depth {plan.depth}{tiled}", "pair"]
+    return ["norm", f"{plan.kernel}, {plan.cluster} blocks a row, depth {plan.depth}{tiled}", "pair"]
 
 
 def call_norm(comm: Any, case: Case, way: str, inputs: list[Any], outs: list[Any]) -> None:
+    if way == "norm":
+        _call_norm(comm, case.what, *inputs, *outs)
+        return
     backend, shape = our_backend(comm, "a sweep of norms"), case.what
     stream, owner = cupy_runtime.stream_of()
     x, weight, residual, given, y, residual_out, quantised, scales = (int(one.data.ptr) for one in (*inputs, *outs))
@@ -275,6 +282,22 @@ def call_norm(comm: Any, case: Case, way: str, inputs: list[Any], outs: list[Any
     backend.run(partial(prepared.start, addresses), stream, owner)
 
 
+def _call_norm(
+    comm: Any, shape: NormShape, x: Any, weight: Any, residual: Any, given: Any, y: Any, residual_out: Any,
+    quantised: Any, scales: Any,
+) -> None:  # fmt: skip
+    options: dict[str, Any] = {"residual_out": residual_out}
+    options |= {"residual": residual} if shape.residual else {}
+    options |= {"out": y} if shape.keeps_y else {}
+    if shape.scales == "given":
+        options |= {"quantize": FP8(given), "quant_out": quantised}
+    elif shape.scales:
+        per = "token" if shape.scales == "token" else norms.SCALE_GROUP
+        how = FP8(per=per, column_major=shape.column_major)
+        options |= {"quantize": how, "quant_out": quantised, "scales_out": scales}
+    comm.allreduce_rmsnorm(x, weight, shape.eps, weight_bias=shape.weight_bias, **options)
+
+
 def norm_request(shape: NormShape) -> Request:
     """The call with RMSNorm of an array of so many rows."""
     return with_norm((shape.rows, shape.hidden), shape)
@@ -285,7 +308,7 @@ def norm_of(case: Case, values: list[Values], rank: int) -> list[np.ndarray | No
     shape, (_, weight, residual, given) = case.what, values[rank]
     right = norms.results(
         reference.reduce([of_rank[0] for of_rank in values], "sum"), residual if shape.residual else None, weight,
-        dtype=shape.dtype, eps=shape.eps, weight_bias=shape.weight_bias, scales=shape.scales, given=float(given[0]),
+        eps=shape.eps, weight_bias=shape.weight_bias, scales=shape.scales, given=float(given[0]),
     )  # fmt: skip
     return [right.y if shape.keeps_y else None, right.residual_out, right.quantised, right.scales]
 

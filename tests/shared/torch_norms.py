@@ -51,7 +51,7 @@ def drawn(comm: Any, device: str, *form: int, dtype: str = "bfloat16") -> Inputs
             return norms.Results(*[np.empty(0)] * 4)
         rows = total.reshape(-1, form[-1])
         return norms.results(
-            rows, residual.reshape(rows.shape) if with_residual else None, weight, dtype=dtype, eps=EPS,
+            rows, residual.reshape(rows.shape) if with_residual else None, weight, eps=EPS,
             weight_bias=BIAS, scales=scales, given=SCALE,
         )  # fmt: skip
 

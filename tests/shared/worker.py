@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tests.shared.bounds import HANG
@@ -23,6 +23,19 @@ def run(main: Callable[[], object]) -> None:
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(1)
+
+
+def play(scenarios: Iterable[Callable[..., object]], names: Iterable[str], *given: object) -> None:
+    """On every rank: run the scenarios of these names, one behind the other, each with these arguments."""
+    from tests.shared.world import WORLD
+
+    known = {scenario.__name__: scenario for scenario in scenarios}
+    for name in names:
+        started = time.monotonic()
+        known[name](*given)
+        WORLD.Barrier()
+        if WORLD.rank == 0:
+            print(f"{name}: right, {time.monotonic() - started:.1f} s", flush=True)
 
 
 def show() -> None:

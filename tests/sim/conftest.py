@@ -1,4 +1,4 @@
-"""Scenarios: see tests/sim/scenarios."""
+"""Scenarios: see tests/sim/scenarios; and ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def hold(mpirun: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..
         assert [name for name in names if f"{name}: right" in output] == list(names), output
 
     return scenarios_hold
+
+
+@pytest.fixture(scope="session")
+def tsan() -> None:
+    from tests.simulated import kernels
+
+    try:
+        kernels.tsan_launcher()
+    except RuntimeError as error:
+        pytest.skip(str(error))

@@ -25,14 +25,6 @@ HALVES = [library._replace(whole=False) for library in WHOLE]
 OF_EACH_SIZE = [library for library in WHOLE + HALVES if library.dtype in ("int8", "uint32", "float32", "float64")]
 
 
-@pytest.fixture(scope="module")
-def tsan() -> None:
-    try:
-        kernels.tsan_launcher()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sums_are_exact(ranks: int) -> None:
     assert kernels.run("sweep", WHOLE + HALVES, ranks=ranks, operations=150, seed=ranks) == ("nothing", "ok\n")

@@ -48,10 +48,8 @@ def test_results(hold: Hold) -> None:
 
 
 def test_graphs_and_streams(hold: Hold) -> None:
-    hold(
-        3, "recorded_lists", "checked_and_run_lists", "lists_on_several_streams", SIM_LATE="0.002"
-    )  # fmt: skip
+    hold(3, "recorded_lists", "checked_and_run_lists", SIM_LATE="0.002")
 
 
 def test_faults(hold: Hold) -> None:
-    hold(3, "refused_members", "late_for_a_list", "interrupted_list")
+    hold(3, "refused_members", "interrupted_list")

@@ -35,7 +35,7 @@ def test_results(hold: Hold) -> None:
 
 
 def test_graphs_and_streams(hold: Hold) -> None:
-    hold(2, "recorded_expressions", "captured_expressions", "ordered_expressions", SIM_LATE="0.002")
+    hold(2, "recorded_expressions", SIM_LATE="0.002")
 
 
 def test_cached_calls(hold: Hold) -> None:

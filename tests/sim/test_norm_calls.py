@@ -1,21 +1,14 @@
-"""All-reduce and RMSNorm in one call: random ones against NumPy, and tests/sim/scenarios/norms.py."""
+"""All-reduce and RMSNorm in one call: see tests/sim/scenarios/norms.py. Random calls are in test_norms.py."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 
 Hold = Callable[..., None]
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def test_random_calls(mpirun: Run) -> None:
-    output = mpirun("tests.simulated", 3, "tests/gpu/norm_calls.py", "--cases", 8, "--rows", 9, "--seed", 2).stdout
-    assert "8 calls with RMSNorm on 3 ranks, all right" in output
 
 
 def test_results(hold: Hold) -> None:
-    hold(3, "forms_of_norms", "in_place_norms", "laid_out_norms", "norms_without_rows", "synchronous_norms")
+    hold(3, "forms_of_norms", "in_place_norms", "laid_out_norms", "norms_without_rows")
 
 
 def test_results_of_two_ranks(hold: Hold) -> None:
@@ -36,8 +29,7 @@ def test_cached_calls_with_new_results(hold: Hold) -> None:
 
 def test_graphs_and_streams(hold: Hold) -> None:
     hold(
-        3, "recorded_norms", "laid_out_norms_in_graphs", "checked_and_run_norms",
-        "norms_on_several_streams", "norms_of_tensors",
+        3, "recorded_norms", "laid_out_norms_in_graphs", "checked_and_run_norms", "norms_of_tensors",
         SIM_LATE="0.002",
     )  # fmt: skip
 

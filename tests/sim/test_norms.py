@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated import compiler, kernels, norms
-from tests.simulated.norms import Library
+from tests.simulated import compiler, kernels
+from tests.simulated.kernels import Library
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SWEEP = "tests/gpu/sweep.py", "norm"
@@ -59,18 +59,10 @@ LIBRARIES = [
 TSAN = "ThreadSanitizer"
 
 
-@pytest.fixture(scope="module")
-def tsan() -> None:
-    try:
-        kernels.tsan_launcher()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.usefixtures("tsan")
 @pytest.mark.parametrize("ranks", [3])
 def test_order_between_and_within_blocks(ranks: int) -> None:
-    assert norms.run(LIBRARIES, ranks=ranks, operations=30, seed=ranks, tsan=True) == ("nothing", "ok\n")
+    assert kernels.run_norms(LIBRARIES, ranks=ranks, operations=30, seed=ranks, tsan=True) == ("nothing", "ok\n")
 
 
 @pytest.mark.usefixtures("tsan")
@@ -91,5 +83,5 @@ def test_faults_are_caught(file: str, old: str, new: str, caught_by: set[str], t
     assert text.count(old) == 1
     (directory / file).write_text(text.replace(old, new))
     sources = kernels.Sources(directory, compiler.INCLUDE, tmp_path)
-    finding, output = norms.run(LIBRARIES[:1], ranks=2, operations=30, tsan=True, sources=sources)
+    finding, output = kernels.run_norms(LIBRARIES[:1], ranks=2, operations=30, tsan=True, sources=sources)
     assert finding in caught_by, output

@@ -69,14 +69,8 @@ def close_event(event: int) -> None:
     alive["events"] -= 1
 
 
-@api("cuEventRecord")
-def record_event(event: int, stream: int) -> None:
-    machine_streams.record_event(event, stream)
-
-
-@api("cuStreamWaitEvent")
-def wait_event(stream: int, event: int) -> None:
-    machine_streams.wait_event(stream, event)
+record_event = api("cuEventRecord")(machine_streams.record_event)
+wait_event = api("cuStreamWaitEvent")(machine_streams.wait_event)
 
 
 def let_wait(stream: int, other: int) -> None:
@@ -86,24 +80,10 @@ def let_wait(stream: int, other: int) -> None:
     close_event(event)
 
 
-@api("cuStreamSynchronize")
-def synchronize_stream(stream: int) -> None:
-    machine_streams.synchronize(stream)
-
-
-@api("cuStreamQuery")
-def is_idle(stream: int) -> bool:
-    return machine_streams.is_idle(stream)
-
-
-@api("cuEventSynchronize")
-def synchronize_event(event: int) -> None:
-    machine_streams.synchronize_event(event)
-
-
-@api("cuEventQuery")
-def is_over(event: int) -> bool:
-    return machine_streams.is_over(event)
+synchronize_stream = api("cuStreamSynchronize")(machine_streams.synchronize)
+is_idle = api("cuStreamQuery")(machine_streams.is_idle)
+synchronize_event = api("cuEventSynchronize")(machine_streams.synchronize_event)
+is_over = api("cuEventQuery")(machine_streams.is_over)
 
 
 @api("cuStreamGetCaptureInfo")

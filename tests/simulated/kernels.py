@@ -1,4 +1,4 @@
-"""Builds and runs kernels.cpp, tests of the kernels alone, optionally under ThreadSanitizer."""
+"""Builds and runs kernels.cpp and norms.cpp, tests of kernels alone, optionally under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,25 @@ FINDINGS = {
 
 
 class Library(NamedTuple):
-    """A build of one kernel for sums. ``members``: the arrays in the table of gather or scatter."""
+    """A build of one kernel for sums.
+
+    ``members``: the arrays in the table of gather or scatter. ``scale`` and ``cluster``: of fused kernels, the first a
+    code of rmsnorm.cuh.
+    """
 
     kernel: str
-    dtype: str
+    dtype: str = "bfloat16"
     whole: bool = True
     depth: int = 1
     members: int = 0
+    scale: int = -1
+    cluster: int = 1
+
+    @property
+    def further(self) -> dict[str, str]:
+        """The macros that not all kernels have."""
+        found = {"MEMBERS": str(self.members)} if self.members else {}
+        return found | ({"SCALE": str(self.scale), "CLUSTER": str(self.cluster)} if self.scale >= 0 else {})
 
 
 class Sources(NamedTuple):
@@ -47,13 +59,13 @@ class Sources(NamedTuple):
 
 
 @functools.cache
-def program(tsan: bool) -> Path:
-    """The executable; the runtime in it is never instrumented (see runtime.cpp)."""
+def program(tests: str, tsan: bool) -> Path:
+    """The executable of "kernels" or "norms"; the runtime in it is never instrumented (see runtime.cpp)."""
     builds, name = compiler.builds_directory(), "tsan" if tsan else "plain"
     source, macro = compiler.SIM / "runtime.cpp", ["-DSIM_TSAN"] if tsan else []
     runtime = compiler.gxx(builds / f"runtime-{name}.o", [source], "-c", "-O2", *macro)
     flags = compiler.TSAN if tsan else ()
-    return compiler.gxx(builds / f"kernels-{name}", [compiler.SIM / "kernels.cpp", runtime], "-rdynamic", *flags)
+    return compiler.gxx(builds / f"{tests}-{name}", [compiler.SIM / f"{tests}.cpp", runtime], "-rdynamic", *flags)
 
 
 @functools.cache
@@ -65,7 +77,7 @@ def tsan_launcher() -> tuple[str, ...]:
     problem = ""
     for launcher in ((), ("setarch", "-R")):
         try:
-            done = subprocess.run([*launcher, program(True)], capture_output=True, text=True)
+            done = subprocess.run([*launcher, program("kernels", True)], capture_output=True, text=True)
             if done.returncode == 2:  # its usage
                 return launcher
             problem = done.stderr
@@ -87,8 +99,23 @@ def run(
     split: bool = False,
     sources: Sources = Sources(),  # noqa: B008 - immutable
 ) -> tuple[str, str]:
-    """Run kernels.cpp. Returns the finding, one of FINDINGS, and the output."""
+    """Run kernels.cpp in this mode. Returns the finding, one of FINDINGS, and the output."""
+    arguments = mode, ranks, operations, packets, seed, seconds
+    return _run("kernels", arguments, libraries, tsan, sources, {"SIM_SPLIT_PACKETS": "1"} if split else {})
 
+
+def run_norms(
+    libraries: Sequence[Library], *, ranks: int, operations: int, seed: int = 1, tsan: bool = False,
+    sources: Sources = Sources(),  # noqa: B008 - immutable
+) -> tuple[str, str]:  # fmt: skip
+    """Run norms.cpp: see :func:`run`."""
+    return _run("norms", (ranks, operations, seed), libraries, tsan, sources, {})
+
+
+def _run(
+    tests: str, arguments: tuple[object, ...], libraries: Sequence[Library], tsan: bool, sources: Sources,
+    environ: dict[str, str],
+) -> tuple[str, str]:  # fmt: skip
     def build(library: Library) -> Path:
         return compiler.build_kernel(
             library.kernel,
@@ -97,7 +124,7 @@ def run(
             whole=library.whole,
             depth=library.depth,
             tsan=tsan,
-            further={"MEMBERS": str(library.members)} if library.members else {},
+            further=library.further,
             directory=sources.builds,
             kernels=sources.kernels,
             include=sources.include,
@@ -106,15 +133,9 @@ def run(
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
         built = list(compilers.map(build, libraries))
     done = subprocess.run(
-        [
-            *(tsan_launcher() if tsan else ()),
-            program(tsan),
-            *map(str, (mode, ranks, operations, packets, seed, seconds)),
-            *built,
-        ],
-        env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", **({"SIM_SPLIT_PACKETS": "1"} if split else {})},
+        [*(tsan_launcher() if tsan else ()), program(tests, tsan), *map(str, arguments), *built],
+        env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"} | environ,
         capture_output=True,
         text=True,
     )
-    output = done.stdout + done.stderr
-    return FINDINGS.get(done.returncode, f"exit code {done.returncode}"), output
+    return FINDINGS.get(done.returncode, f"exit code {done.returncode}"), done.stdout + done.stderr

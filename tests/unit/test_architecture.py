@@ -49,7 +49,7 @@ LAYERS = (
         "ipcreduce.serving",
     ),
 )
-_OF_TORCH = {f"ipcreduce.torch.{name}" for name in ("ddp", "dispatch", "fsdp", "norms", "splits", "sums")}
+_OF_TORCH = {f"ipcreduce.torch.{name}" for name in ("ddp", "dispatch", "fsdp", "linear", "norms", "splits", "sums")}
 LONGEST = 400
 LONGEST_FUNCTION = 60
 # Names and words that only graphs/direct may use.

@@ -109,7 +109,7 @@ def check(shape: NormShape, seed: int, offset: int = 0, in_place: bool = False) 
     runtime().sim_run(entry, args.ctypes.data, min(grid, 3), block, 0, 1, True)
 
     right = norms.results(
-        x, residual if shape.residual else None, weight, dtype=shape.dtype, eps=shape.eps,
+        x, residual if shape.residual else None, weight, eps=shape.eps,
         weight_bias=shape.weight_bias, scales=shape.scales, given=float(given),
     )  # fmt: skip
     assert norms.same(residual_out.values, right.residual_out)

@@ -17,8 +17,7 @@ import ipcreduce
 from ipcreduce import FP8, ArgumentError
 from ipcreduce.arrays import rmsnorm
 from ipcreduce.calls.request import NormShape, with_norm
-from tests.shared import norm_reference, reference
-from tests.shared.norm_reference import same_bits
+from tests.shared import norms, reference
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 HALF, BF16, SINGLE = np.dtype(np.float16), reference.BFLOAT16, np.dtype(np.float32)
@@ -54,10 +53,10 @@ def test_bits_of_rows(comm: ipcreduce.Communicator, dtype: np.dtype, hidden: int
     for residual, bias, special in ((True, 0.0, False), (False, 1.0, False), (True, 0.1, True)):
         x, weight = some((3, hidden), dtype, 1, special), some((hidden,), dtype, 2)
         added = some((3, hidden), dtype, 3, special) if residual else None
-        expected = norm_reference.norm(x, weight, 1e-5, added, bias)
+        expected = norms.results(x, added, weight, eps=1e-5, weight_bias=bias)
         y, total = comm.allreduce_rmsnorm(x, weight, 1e-5, residual=added, weight_bias=bias)
-        assert same_bits(total, expected.residual_out)
-        assert same_bits(y, expected.y)
+        assert norms.same(total, expected.residual_out)
+        assert norms.same(y, expected.y)
 
 
 def test_a_bias_of_negative_zero_is_zero(comm: ipcreduce.Communicator):
@@ -77,15 +76,15 @@ def test_bits_of_e4m3(comm: ipcreduce.Communicator, dtype: np.dtype, scales: str
             x[1], x[2, 130], weight[5] = 0, np.inf, 1000
         scale = np.array([0.03125 if seed == 1 else 0.001], np.float32)
         how = FP8(scale=scale) if scales == "given" else FP8(per="token" if scales == "token" else 128)
-        expected = norm_reference.norm(x, weight, scales=scales, scale=scale[0])
+        expected = norms.results(x, None, weight, scales=scales, given=scale[0])
         out = np.zeros_like(x)
         found = comm.allreduce_rmsnorm(x, weight, quantize=how, out=out)
         assert len(found) == 3
         assert found[0].dtype == FLOAT8
-        assert same_bits(found[0].view(np.uint8), expected.quantised)
+        assert norms.same(found[0].view(np.uint8), expected.quantised)
         assert found[1] is scale if scales == "given" else reference.same(found[1], expected.scales)
-        assert same_bits(found[2], expected.residual_out)
-        assert same_bits(out, expected.y)
+        assert norms.same(found[2], expected.residual_out)
+        assert norms.same(out, expected.y)
 
 
 def test_rows_have_their_bits_alone_and_in_any_batch(comm: ipcreduce.Communicator):
@@ -93,7 +92,7 @@ def test_rows_have_their_bits_alone_and_in_any_batch(comm: ipcreduce.Communicato
     every = comm.allreduce_rmsnorm(x, weight, residual=residual, quantize=FP8(per=128))
     for row in (0, 1, 408, 409, 410, 699):  # 409 rows are normalised together
         one = comm.allreduce_rmsnorm(x[row], weight, residual=residual[row], quantize=FP8(per=128))
-        assert all(same_bits(alone, batch[row]) for alone, batch in zip(one, every, strict=True))
+        assert all(norms.same(alone, batch[row]) for alone, batch in zip(one, every, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,7 +132,7 @@ def test_fused_multiply_add_is_rounded_once():
         for eps in (np.float32(1e-6), np.float32(0), np.float32(1.5), np.float32(2e-45)):
             found = rmsnorm.fused_mean(sums, hidden, eps)
             factor = np.float32(1 / hidden)
-            assert all(norm_reference.fma(one, factor, eps) == got for one, got in zip(sums, found, strict=True))
+            assert all(norms.fma(one, factor, eps) == got for one, got in zip(sums, found, strict=True))
 
 
 def test_fused_multiply_add_near_the_middle_of_two_numbers():
@@ -151,7 +150,7 @@ def test_fused_multiply_add_near_the_middle_of_two_numbers():
         for index, side in itertools.product(chosen, (0, 1)):
             eps = np.nextafter(np.float32(gap[index]), np.float32(side))  # all but what is missing to the middle
             exact = Fraction(float(product[index])) + Fraction(float(eps))
-            right = norm_reference.rounded(exact)
+            right = norms.rounded(exact)
             assert rmsnorm.fused_mean(sums[index : index + 1], hidden, eps)[0] == right
             if np.float32(product[index] + np.float64(eps)) != right:
                 twice += 1
@@ -165,13 +164,13 @@ def test_fused_multiply_add_near_the_middle_of_two_numbers():
 # ---- outputs
 def test_in_place_and_outputs(comm: ipcreduce.Communicator):
     x, weight, residual = some((2, 3, 256), BF16, 1), some((256,), BF16, 2), some((2, 3, 256), BF16, 3)
-    expected = norm_reference.norm(x, weight, residual=residual, scales="group")
+    expected = norms.results(x, residual, weight, scales="group")
     own, added = x.copy(), residual.copy()
     y, total = comm.allreduce_rmsnorm(own, weight, residual=added, out=own, residual_out=added)
     assert y is own
     assert total is added
-    assert same_bits(own, expected.y)
-    assert same_bits(added, expected.residual_out)
+    assert norms.same(own, expected.y)
+    assert norms.same(added, expected.residual_out)
     strided = np.zeros((4, 3, 512), BF16)[::2, :, ::2]
     numbers, scales = np.zeros((2, 3, 512), np.uint8)[..., ::2], np.zeros((3, 2, 2), np.float32).transpose(1, 0, 2)
     for view in (numbers, numbers.view(FLOAT8)):
@@ -182,10 +181,10 @@ def test_in_place_and_outputs(comm: ipcreduce.Communicator):
         )  # fmt: skip
         assert found[0] is view
         assert found[1] is scales
-        assert same_bits(strided, expected.y)
-        assert same_bits(numbers, expected.quantised)
-        assert same_bits(scales, expected.scales)
-        assert same_bits(found[2], expected.residual_out)
+        assert norms.same(strided, expected.y)
+        assert norms.same(numbers, expected.quantised)
+        assert norms.same(scales, expected.scales)
+        assert norms.same(found[2], expected.residual_out)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 5])
@@ -194,12 +193,12 @@ def test_column_major_scales(comm: ipcreduce.Communicator, rows: int):
     (_, by_rows, _), (_, by_columns, _) = (
         comm.allreduce_rmsnorm(x, weight, quantize=FP8(per=128, column_major=order)) for order in (False, True)
     )
-    assert same_bits(by_columns, by_rows)
+    assert norms.same(by_columns, by_rows)
     if rows > 1:
         assert by_columns.strides == (4, 4 * (-(-rows // 4) * 4)), "each column begins at a multiple of 16 bytes"
         assert by_rows.strides == (12, 4)
     _, batch, _ = comm.allreduce_rmsnorm(x.reshape(rows, 1, 384), weight, quantize=FP8(per=128, column_major=True))
-    assert same_bits(batch, by_rows.reshape(rows, 1, 3))
+    assert norms.same(batch, by_rows.reshape(rows, 1, 3))
 
 
 def test_no_rows_are_a_call(comm: ipcreduce.Communicator):
@@ -214,8 +213,8 @@ def test_the_modules_function():
     x, weight = some((2, 64), SINGLE, 1), some((64,), SINGLE, 2)
     with ipcreduce.Communicator(One()) as made:
         y, total = ipcreduce.allreduce_rmsnorm(x, weight, comm=made)
-        assert same_bits(y, norm_reference.norm(x, weight).y)
-        assert same_bits(total, x)
+        assert norms.same(y, norms.results(x, None, weight).y)
+        assert norms.same(total, x)
     with pytest.raises(ArgumentError, match="comm is an int, which is no"):
         ipcreduce.allreduce_rmsnorm(x, weight, comm=3)  # type: ignore[call-overload]
 
@@ -285,7 +284,7 @@ def test_numbers_where_the_program_lets_numpy_raise(comm: ipcreduce.Communicator
     for value in (np.float64(1e-50), np.longdouble("1e-4000")):  # they round to 0
         for name in ("eps", "weight_bias"):
             found, right = (comm.allreduce_rmsnorm(X, W, **{name: one})[0] for one in (value, 0.0))
-            assert same_bits(found, right)
+            assert norms.same(found, right)
     with pytest.raises(ArgumentError, match="eps is nan"):
         comm.allreduce_rmsnorm(X, W, np.float64("nan"))
 

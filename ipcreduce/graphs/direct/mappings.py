@@ -89,12 +89,7 @@ class Mappings:
         with self._lock:
             if key in self._mapped:
                 return
-            place = Range(ordinal, nbytes)
-            try:
-                place.attach(virtual_memory.import_descriptor(descriptor))
-            except BaseException:
-                place.close()
-                raise
+            place = Range.over(ordinal, nbytes, lambda: virtual_memory.import_descriptor(descriptor))
             self._places[key], self._mapped[key] = place, place.address
 
     def address(self, key: Key) -> int:

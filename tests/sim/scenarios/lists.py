@@ -16,7 +16,6 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, GraphRunner, eager_break, errors, forward_context
-from tests.shared import clock
 from tests.shared.bounds import no_hang, until
 from tests.sim.scenarios.common import (
     LAST,
@@ -24,13 +23,10 @@ from tests.sim.scenarios.common import (
     RANK,
     SIZE,
     TOTAL,
-    WORLD,
     delay,
     environment,
-    others_wait,
     raises,
     right,
-    told,
     works,
 )
 from tests.simulated import pytorch as torch
@@ -275,29 +271,6 @@ def lists_of_tensors() -> None:
         works(comm)
 
 
-def lists_on_several_streams() -> None:
-    """Lists and plain calls on streams in turns are one order, and a call is on the stream that it is given."""
-
-    def check(comm: Any) -> None:
-        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-        kept = few()
-        for turn in range(8):
-            filled(kept, RANK + 1)
-            cupy.cuda.Device().synchronize()
-            stream = streams[turn % 2]
-            with stream:
-                delay(stream.ptr)
-                comm.allreduce(kept, out=kept)
-                comm.allreduce(kept[3], out=kept[3])
-            comm.allreduce(kept, "max", out=kept, stream=streams[turn // 2 % 2])
-            comm.synchronize()
-            assert (cupy.asnumpy(kept[3]) == TOTAL * SIZE).all()
-            kept[3][...] = TOTAL
-            all_right(kept)
-
-    over_backends(check)
-
-
 def synchronous_lists() -> None:
     """IPCREDUCE_SYNC: the result is there when the call returns."""
     with environment(IPCREDUCE_SYNC="1"), Communicator() as comm:
@@ -425,38 +398,6 @@ def refused_members() -> None:
             works(comm)
 
 
-def late_for_a_list() -> None:
-    """A rank that does not come: every output holds 0xFF where data is missing, and synchronize() names the rank."""
-    for algorithm in ("one_shot", "two_shot"):
-        with Communicator(algorithm=algorithm) as comm:
-            works(comm)
-            arrays, out = few(), few(7)
-            for _ in range(2):
-                comm.allreduce(arrays, out=out)
-            comm.synchronize()
-            filled(out, 7)
-            cupy.cuda.Device().synchronize()
-            WORLD.Barrier()
-            if RANK == LAST:
-                told(comm)
-                with raises(errors.PeerTimeoutError, f"rank {LAST} did not call within"):
-                    comm.allreduce(arrays, out=out)
-                    comm.synchronize()
-            else:
-                with (
-                    clock.passing(121.0, others_wait(comm)),
-                    raises(errors.PeerTimeoutError, f"rank {LAST} did not call"),
-                ):
-                    comm.allreduce(arrays, out=out)
-                    comm.synchronize()
-                if algorithm == "one_shot":
-                    for array in out:
-                        assert not array.size or (cupy.asnumpy(array).view(np.uint8) == 0xFF).all(), array.dtype
-            works(comm)
-            comm.allreduce(arrays, out=out)
-            all_right(out)
-
-
 def interrupted_list() -> None:
     """Ctrl-C on one rank within a list's call: the others hear of it, and all go on."""
 
@@ -483,6 +424,6 @@ def interrupted_list() -> None:
 SCENARIOS = [
     forms_of_lists, first_list_of_the_default_communicator, cached_lists_of_another_shape,
     cached_lists_of_other_arrays, cached_lists_in_turns, cached_lists_of_several_launches, larger_than_the_workspace,
-    lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists,
-    checked_and_run_lists, refused_members, late_for_a_list, interrupted_list,
+    lists_of_tensors, synchronous_lists, recorded_lists,
+    checked_and_run_lists, refused_members, interrupted_list,
 ]  # fmt: skip

@@ -24,7 +24,6 @@ from tests.sim.scenarios.common import (
     SIZE,
     TOTAL,
     delay,
-    environment,
     mine,
     others_wait,
     raises,
@@ -144,58 +143,6 @@ def recorded_expressions() -> None:
                     del poison
                 x.fill(RANK + 1)
             works(comm)
-
-
-def captured_expressions() -> None:
-    """In a capture of the program's own, between plain calls."""
-
-    def check(comm: Any) -> None:
-        stream, x, a, out = cupy.cuda.Stream(non_blocking=True), mine(), floats(1), floats(0)
-        comm.allreduce(x, then=Map(SUM, s=2, a=a))  # compiled before
-        comm.synchronize()
-        stream.begin_capture()
-        with stream:
-            comm.allreduce(x, out=out, then=Map(SUM, s=2, a=a))
-            comm.allreduce(out, "max", out=out)
-            comm.allreduce(out, "max", out=out, then=Map(SUM, s=4, a=out))
-        graph = stream.end_capture()
-        for factor in (1, 2):
-            x.fill((RANK + 1) * factor)
-            cupy.cuda.Device().synchronize()
-            graph.launch(stream)
-            stream.synchronize()
-            holds(out, (TOTAL * factor * 2 + 1) * 5)
-            works(comm)
-        x.fill(RANK + 1)
-
-    over_backends(check)
-
-
-def ordered_expressions() -> None:
-    """A call on another stream follows the last one, and its operands are read on its stream."""
-
-    def check(comm: Any) -> None:
-        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-        x, a = mine(), floats(1)
-        comm.allreduce(x, then=Map(SUM, s=1, a=a))
-        cupy.cuda.Device().synchronize()
-        for turn in range(4):
-            stream = streams[turn % 2]
-            with stream:
-                delay(stream.ptr)
-                a.fill(turn)
-                out = comm.allreduce(x, then=Map(SUM, s=2, a=a))
-                wide = comm.allreduce(out, "max", then=Map(SUM, s=1, a=floats(0, 2000)[::2]), stream=stream)
-            comm.synchronize()
-            holds(wide, TOTAL * 2 + turn)
-
-    over_backends(check)
-    with environment(IPCREDUCE_SYNC="1"), Communicator() as comm:
-        stream, x, a = cupy.cuda.Stream(non_blocking=True), mine(), floats(3)
-        cupy.cuda.Device().synchronize()
-        delay(stream.ptr)
-        holds(comm.allreduce(x, then=Map(SUM, s=2, a=a), stream=stream), TOTAL * 2 + 3)
-        assert stream.done
 
 
 @contextlib.contextmanager
@@ -503,7 +450,7 @@ def host_expressions() -> None:
 
 SCENARIOS = [
     forms_of_expressions, rounded_once, compiled_once, cached_expressions, cached_expressions_around,
-    recorded_expressions, captured_expressions, ordered_expressions,
+    recorded_expressions,
     expressions_that_do_not_compile, expressions_that_differ, late_for_an_expression, refused_expressions,
     host_expressions,
 ]  # fmt: skip

@@ -31,7 +31,6 @@ from tests.sim.scenarios.common import (
     SIZE,
     WORLD,
     delay,
-    environment,
     others_wait,
     raises,
     told,
@@ -66,7 +65,7 @@ class Case:
         with np.errstate(all="ignore"):
             reduced = reference.reduce(every, "sum").reshape(rows)
         self.expected = norms.results(
-            reduced, added.reshape(rows) if residual else None, weight, dtype=dtype, eps=EPS, weight_bias=weight_bias,
+            reduced, added.reshape(rows) if residual else None, weight, eps=EPS, weight_bias=weight_bias,
             scales=scales, given=GIVEN,
         )  # fmt: skip
         self.form, self.scales, self.kind = form, scales, kind
@@ -548,39 +547,6 @@ def norms_of_tensors() -> None:
         works(comm)
 
 
-def norms_on_several_streams() -> None:
-    """In one order with other calls, on streams in turns."""
-
-    def check(comm: Any) -> None:
-        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-        case, kept = Case((4, 256)), cupy.zeros(7, np.float32)
-        x, residual = case.x.copy(), case.residual.copy()
-        for turn in range(6):
-            x[...], residual[...], kept[...] = case.x, case.residual, RANK + 1
-            cupy.cuda.Device().synchronize()
-            with streams[turn % 2]:
-                delay(streams[turn % 2].ptr)
-                comm.allreduce(kept, out=kept)
-                case.call(comm, x=x, residual=residual, out=x, residual_out=residual)
-            comm.allreduce(x, "max", out=x, stream=streams[turn // 2 % 2])
-            comm.synchronize()
-            case.check((x, residual))
-
-    over_backends(check)
-
-
-def synchronous_norms() -> None:
-    """IPCREDUCE_SYNC: the results are there when the call returns."""
-    with environment(IPCREDUCE_SYNC="1"), Communicator() as comm:
-        stream, case = cupy.cuda.Stream(non_blocking=True), Case((2, 256))
-        cupy.cuda.Device().synchronize()
-        for _ in range(3):
-            delay(stream.ptr)
-            found = case.call(comm, stream=stream)
-            assert stream.done
-            case.check(found)
-
-
 # ---- graphs
 @eager_break
 def between(comm: Any, case: Case, x: Any, residual: Any, out: Any, residual_out: Any) -> None:
@@ -916,7 +882,7 @@ def tuned_norms() -> None:
 SCENARIOS = [
     forms_of_norms, in_place_norms, cached_norms, cached_norms_of_another_shape, new_results_of_norms,
     cached_kinds_of_norms, new_results_on_streams, new_tensors_of_norms, laid_out_norms, norms_without_rows,
-    norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, laid_out_norms_in_graphs,
+    norms_of_tensors, recorded_norms, laid_out_norms_in_graphs,
     checked_and_run_norms, refused_norms, late_for_a_norm, interrupted_norm, interrupted_look_ups, copied_descriptions,
     tuned_norms,
 ]  # fmt: skip

@@ -195,7 +195,9 @@ def test_a_stand_in_for_flashinfer_counts_as_flashinfer(
 def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, reducer: type, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: False)
-    serving.vllm_plugin()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, PLACE, None)  # an import would raise, as it may without GPUs
+        serving.vllm_plugin()
     assert vllm.CustomAllreduce is Theirs
     monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: True)
     del vllm.CustomAllreduce
@@ -216,7 +218,9 @@ def hooks(reducer: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any
         "distributed.parallel_state": {"get_tp_group": lambda: group},
         "runtime_context": {"get_parallel": lambda: sizes},
         "layers.flashinfer_comm_fusion": {"can_use_flashinfer_allreduce": None},
+        "utils": {"is_cuda": lambda: True},
     }
+    serving._is_on_nvidia.cache_clear()
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.distributed", "sglang.srt.layers"):
         monkeypatch.setitem(sys.modules, name, module(name))
     for name, content in modules.items():
@@ -239,9 +243,16 @@ def test_sglang_chooses_our_class(
     assert serve(None, "group", "ranks", local_rank=0) is None
     assert taken == [("group", "methods")]
     assert (target, kind) == (
-        "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "replace"
+        "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "around"
     )  # fmt: skip
-    assert choose(group=None, device=None) is reducer
+    assert choose(Theirs, group=None, device=None) is reducer
+    serving._is_on_nvidia.cache_clear()
+    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "is_cuda", lambda: False)
+    for _ in range(2):
+        assert choose(lambda **named: named, group="group", device="cpu") == {"group": "group", "device": "cpu"}
+        serve(None, "group")
+    assert len(taken) == 1
+    assert caplog.text.count("SGLang keeps its own all-reduce") == 1
 
 
 FUSED_CALL = {"input_tensor": "x", "residual": "r", "weight": "w", "eps": 1e-6, "max_token_num": 2048}
@@ -258,6 +269,8 @@ def with_norms(hooks: list[tuple[str, Any, str]], reducer: type, monkeypatch: py
     serving.sglang_plugin()
     assert {target.rpartition(".")[0] for target, _, _ in hooks[2:]} == {"sglang.srt.layers.flashinfer_comm_fusion"}
     assert {kind for _, _, kind in hooks[2:]} == {"around"}
+    package = serving.__file__.rpartition("serving")[0]  # whose files torch.compile skips, which fullgraph refuses
+    assert not any(hook.__code__.co_filename.startswith(package) for _, hook, _ in hooks[2:])
     return {target.rpartition(".")[2]: hook for target, hook, _ in hooks[2:]}
 
 

@@ -237,6 +237,8 @@ def test_sglang(tmp_path: Path):
     for name, wanted in (("dispatch_custom_allreduce", signature(chooser)), ("CAClass", Reducer().methods["__init__"])):
         calls = serving_sources.calls_of(state, name)
         assert [misfit(wanted, call) for call in calls] == [""]
+        assert not calls[0].args, "ours hands the names on"
+    assert "\ndef is_cuda()" in (package / "srt" / "utils" / "common.py").read_text()
     check_what_methods_need_of_sglang(state)
     plugins = package / "srt" / "plugins"
     assert '"sglang.srt.plugins"' in (plugins / "__init__.py").read_text()

@@ -43,10 +43,7 @@ def vllm_plugin() -> None:
 
     from vllm.platforms import current_platform
 
-    log, theirs = logging.getLogger("ipcreduce"), logging.getLogger("vllm")
-    for handler in set(theirs.handlers) - set(log.handlers):
-        log.addHandler(handler)
-    log.setLevel(theirs.getEffectiveLevel())
+    logging.getLogger("ipcreduce").parent = logging.getLogger("vllm")  # which 0.33.0 may configure later
     if not current_platform.is_cuda():
         _log.warning(_NOT_HERE, "vLLM")
         return

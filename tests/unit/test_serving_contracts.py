@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ipcreduce.serving import sleep
 from tests.tools import serving_sources
 from tests.tools.machine import ROOT
 
@@ -126,6 +127,7 @@ def test_vllm(tmp_path: Path):
     for name in ("Platform.is_cuda", "Platform.get_pass_manager_cls"):
         serving_sources.definition(package / "platforms" / "interface.py", name)
     check_what_groups_need(package)
+    check_sleep(package)
     check_what_methods_need_of_vllm(package)
     check_what_the_pass_needs(package)
     checked(package, {"disabled", "fully_connected", "should_custom_ar", "custom_all_reduce", "capture"})
@@ -144,6 +146,17 @@ def check_what_groups_need(package: Path) -> None:
     )
     for member in ("cpu_group", "device", "unique_name", "world_size"):
         assert f"self.{member} = " in base, member
+
+
+def check_sleep(package: Path) -> None:
+    """One of the places that we look for has its methods."""
+    for module, kind, methods in sleep._PLACES:
+        file = (package.parent / module.replace(".", "/")).with_suffix(".py")
+        if file.exists():
+            for method in methods:
+                serving_sources.definition(file, f"{kind}.{method}")
+            return
+    raise AssertionError("none is there")
 
 
 def check_methods(file: Path, group: str, ours: str, at_least: set[str]) -> None:
@@ -240,6 +253,10 @@ def test_sglang(tmp_path: Path):
         assert not calls[0].args, "ours hands the names on"
     assert "\ndef is_cuda()" in (package / "srt" / "utils" / "common.py").read_text()
     check_what_methods_need_of_sglang(state)
+    check_sleep(package)
+    steps = ast.unparse(serving_sources.definition(package / "srt" / "managers" / "scheduler.py", "Scheduler.__init__"))
+    made, kept = (steps.index(f"self.init_{what}()") for what in ("model_worker", "request_dispatcher"))
+    assert made < kept, "the dispatcher keeps the methods, which are wrapped when the first all-reduce is made"
     plugins = package / "srt" / "plugins"
     assert '"sglang.srt.plugins"' in (plugins / "__init__.py").read_text()
     register = serving_sources.definition(plugins / "hook_registry.py", "HookRegistry.register")

@@ -1,16 +1,19 @@
 """The class for the servers against the newest releases of these: ``make serving`` fetches their Python files.
 
-They are read, not imported. The same reader is tried on a small engine of ours each time.
+They are read, and with PyTorch their groups are run with our collectives, by tests/programs/real_servers.py. The reader
+is tried on a small engine of ours each time.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,7 +111,7 @@ def checked(package: Path, at_least: set[str]) -> None:
 
 
 @asked_for
-def test_vllm(tmp_path: Path):
+def test_vllm(tmp_path: Path, mpirun: Callable[..., Any]):
     version, package = serving_sources.fetch("vllm", tmp_path)
     print(f"vLLM {version}")
     communicators = package / "distributed" / "device_communicators"
@@ -131,6 +134,7 @@ def test_vllm(tmp_path: Path):
     check_what_methods_need_of_vllm(package)
     check_what_the_pass_needs(package)
     checked(package, {"disabled", "fully_connected", "should_custom_ar", "custom_all_reduce", "capture"})
+    check_groups("vllm", tmp_path, mpirun)
 
 
 def check_what_groups_need(package: Path) -> None:
@@ -236,11 +240,20 @@ def check_what_the_pass_needs(package: Path) -> None:
         assert step in ast.unparse(quant)
 
 
+def check_groups(server: str, place: Path, mpirun: Callable[..., Any]) -> None:
+    """The server's own groups, run with our collectives."""
+    if importlib.util.find_spec("torch") is None:
+        print(f"{server}'s groups are read only, and not run: PyTorch is not installed")
+        return
+    output = mpirun("tests.programs.real_servers", 2, server, place, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert output.count("right\n") == 2, output
+
+
 NAMED = {"input_tensor", "residual", "weight", "eps"}  # what our hook reads of SGLang's fused call
 
 
 @asked_for
-def test_sglang(tmp_path: Path):
+def test_sglang(tmp_path: Path, mpirun: Callable[..., Any]):
     version, package = serving_sources.fetch("sglang", tmp_path)
     print(f"SGLang {version}")
     communicators = package / "srt" / "distributed" / "device_communicators"
@@ -285,3 +298,4 @@ def test_sglang(tmp_path: Path):
     assert not serving_sources.definition(state, "get_tp_group").args.args
     wanted = {"disabled", "should_custom_ar", "custom_all_reduce", "capture", "close", "fused_allreduce_rmsnorm"}
     checked(package, wanted)
+    check_groups("sglang", tmp_path, mpirun)

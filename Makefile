@@ -12,7 +12,7 @@
 # make sanitizers    runs every kernel under the four tools of compute-sanitizer, on two ranks of one GPU
 # make sass          compiles every kernel for every GPU that NVRTC knows, and looks for packets that are not one access
 # make check         lint, format, types
-# make serving       fetches the newest vLLM and SGLang, and checks that our class still fits their calls
+# make serving       fetches the newest vLLM and SGLang, checks that our class fits their calls, and runs their groups
 # make serve-vllm    runs vLLM with ipcreduce, with its own all-reduce and with NCCL on two GPUs, and compares them
 # make pictures      draws the pictures of README.md and docs/ anew, from the results in benchmarks/results
 # make docs          builds docs/ into docs/_build, in .venv-docs; warnings are errors

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.serving.names import Name, result_path
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 8192, 28672, 64, 8, 32000  # of Llama 3 70B, but for the vocabulary
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 8192, 28672, 64, 8, 128256  # of Llama 3 70B
 MAX_TOKENS = 4096  # of a prefill step
 KV_BYTES = 4 << 30  # the same for every engine, so that what else they take can be compared
 WARM, STEPS, WINDOWS, PROFILED = 8, 40, 3, 20
@@ -60,7 +60,7 @@ def main() -> None:
     result.note(shutdown_s=since(start), done=True)
 
 
-def begin(doc: str | None, server: str = "vllm") -> tuple[argparse.Namespace, Result]:
+def begin(doc: str | None) -> tuple[argparse.Namespace, Result]:
     """Read the arguments of a program of this folder, and begin its result."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("name", type=Name.of)
@@ -70,8 +70,9 @@ def begin(doc: str | None, server: str = "vllm") -> tuple[argparse.Namespace, Re
     parser.add_argument("--ranks", type=int, default=2, help="GPUs of an engine (2)")
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], required=True)
     args = parser.parse_args()
+    packages = args.name.server, "torch", "ipcreduce"
     machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
-    versions = {"python": platform.python_version(), **{name: version(name) for name in (server, "torch", "ipcreduce")}}
+    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     result = Result(
         result_path(args.out, args.name, args.layers, args.turn), name=str(args.name), layers=args.layers,
         turn=args.turn, machine=machine, versions=versions, date=datetime.date.today().isoformat(),

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENGINES = ("ours", "fused", "flashinfer", "stock", "nccl")
-MEASURED = ("graphs", "piecewise", "eager", "spawn", "sglang")
+MEASURED = ("graphs", "alone", "piecewise", "eager", "spawn", "sglang")
 TRIALS = {  # by the module that has them
     "restarts": "lives", "pair": "lives", "sleep": "lives", "invariant": "lives",
     "server": "server", "killed": "server",
+    **dict.fromkeys(("sglang-server", "sglang-killed", "sglang-sleep"), "sglang_server"),
 }  # fmt: skip
 MODES = (*MEASURED, *TRIALS)
 PROGRAMS = {**TRIALS, "sglang": "sglang_engine"}
@@ -21,8 +22,8 @@ class Name(NamedTuple):
 
     "ours" is ipcreduce, "fused" ipcreduce with its all-reduce and RMSNorm in one call, "flashinfer" the server's own
     with FlashInfer's call for both, "stock" the server's own, and "nccl" NCCL. Of the modes that are measured "graphs"
-    is vLLM's default, "spawn" has spawned workers besides, and "sglang" is SGLang with its default. The others are
-    trials with vLLM: they see whether something works.
+    is vLLM's default, "alone" makes no communicator of NCCL, "spawn" has spawned workers, and "sglang" is SGLang with
+    its default. The others are trials: they see whether something works.
     """
 
     engine: str
@@ -41,6 +42,11 @@ class Name(NamedTuple):
     def program(self) -> str:
         """The module that runs it."""
         return f"benchmarks.serving.{PROGRAMS.get(self.mode, 'engine')}"
+
+    @property
+    def server(self) -> str:
+        """The package of the server."""
+        return "sglang" if self.mode.startswith("sglang") else "vllm"
 
     def __str__(self) -> str:
         return self.engine if self.mode == "graphs" else f"{self.engine}-{self.mode}"

@@ -129,13 +129,15 @@ def unpack(archives: Path, site: Path) -> None:
 
 def environment(name: Name, site: Path) -> dict[str, str]:
     """A process's environment for this engine. What the user has set stays, but for what makes the engines differ."""
-    with_flashinfer = name.engine == "flashinfer" or name.mode == "sglang"  # SGLang imports it in any case
+    with_flashinfer = name.engine == "flashinfer" or name.server == "sglang"  # SGLang imports it in any case
     found = {**SETTINGS, **(FLASHINFER if with_flashinfer else {}), **os.environ}
     places = [site / WITH_FLASHINFER] if with_flashinfer else []
     found["PYTHONPATH"] = os.pathsep.join(str(place) for place in (*places, site, ROOT))
     found["IPCREDUCE_ENGINES"] = "1" if name.engine in ("ours", "fused") else "0"
     found["IPCREDUCE_FUSED"] = "1" if name.engine == "fused" else "0"
-    found["VLLM_BATCH_INVARIANT"] = found["IPCREDUCE_BATCH_INVARIANT"] = "1" if name.mode == "invariant" else "0"
+    found["VLLM_BATCH_INVARIANT"] = "1" if name.mode == "invariant" else "0"
+    found["IPCREDUCE_BATCH_INVARIANT"] = "1" if name.mode in ("invariant", "alone") else "0"
+    found["VLLM_DISABLE_PYNCCL"] = "1" if name.mode == "alone" else "0"
     found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if name.mode == "spawn" else "fork"
     return found
 

@@ -44,7 +44,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attentio
 
 
 def main() -> None:
-    args, result = begin(__doc__, "sglang")
+    args, result = begin(__doc__)
     start = time.perf_counter()
     from sglang import Engine
 

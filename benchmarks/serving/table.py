@@ -67,17 +67,23 @@ def reference(run: Run, runs: list[Run]) -> Run | None:
 
     It is that of the same turn, if there is one: compiled kernels may differ from turn to turn.
     """
-    name = str(Name("stock", Name.of(run["name"]).mode))
+    mode = Name.of(run["name"]).mode
+    name = str(Name("stock", "graphs" if mode == "alone" else mode))
     found = [one for one in runs if one["name"] == name and one["layers"] == run["layers"]]
     return next((one for one in found if one.get("turn") == run.get("turn")), found[0] if found else None)
 
 
 def row(runs: list[Run], stock: Run | None) -> Run:
-    """Runs of one name, shortened. Of two workers' times the lesser counts: the other includes a wait for its peer."""
+    """Runs of one name, shortened. Of two workers' times the lesser counts: the other includes a wait for its peer.
+
+    Of the starts the fastest counts: the first compiles.
+    """
     run = runs[-1]
     found: Run = {"name": run["name"], "layers": run["layers"], "runs": len(runs)}
     found["whole"] = all("after" in one for one in runs)
-    found |= {key: run[key] for key in ("import_s", "start_s", "shutdown_s", "after") if key in run}
+    found |= {key: run[key] for key in ("import_s", "shutdown_s", "after") if key in run}
+    if starts := [one["start_s"] for one in runs if "start_s" in one]:
+        found["start_s"] = min(starts)
     if workers := run.get("workers_at_end"):
         found["seat"], found["used_mb"] = workers[0]["seat"], max(worker["used_mb"] for worker in workers)
     found["decode"] = {
@@ -111,7 +117,7 @@ def step(measured: list[Run], layers: int) -> Run:
 
 
 def device(workers: list[Run], layers: int) -> Run | None:
-    """Of a step: the device's time, that of its all-reduces, and what part these are; None if none was seen."""
+    """Of a step: the device's time, that of its all-reduces, its all-gathers; None if no all-reduce was seen."""
     seen = [one for one in workers if one.get("allreduces")]
     if not seen:
         return None
@@ -120,6 +126,7 @@ def device(workers: list[Run], layers: int) -> Run | None:
     return {
         "device_us": round(least["all_us"] / steps, 1),
         "allreduce_us": round(least["allreduce_us"] / steps, 1),
+        "allgather_us": round(min(one.get("allgather_us", 0) for one in seen) / steps, 1),
         "part": round(least["allreduce_us"] / least["all_us"], 4),
     }
 
@@ -170,7 +177,8 @@ def us(times: list[float]) -> str:
 def part(found: Run) -> str:
     if "part" not in found:
         return "no all-reduce was seen"
-    return f"device {found['device_us']:,.0f}, all-reduce {found['allreduce_us']:,.0f} ({found['part']:.1%})"
+    times = f"device {found['device_us']:,.0f}, all-reduce {found['allreduce_us']:,.0f} ({found['part']:.1%})"
+    return f"{times}, all-gather {found['allgather_us']:,.1f}"
 
 
 def layer_table(rows: list[Run]) -> str:

@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 CALLS, TURNS = 50, 25
-# Kernels of all-reduces: ipcreduce's, by their whole names, and others by a part.
-OURS = {"one_shot", "two_shot", "fused_one_shot", "fused_two_shot"}
-THEIRS = ("cross_device_reduce", "AllReduce", "allreduce", "all_reduce_kernel", "multimem")
+# Kernels of collectives: ipcreduce's, by their whole names, and others by a part.
+KINDS = {
+    "allreduce": (
+        {"one_shot", "two_shot", "bulk", "fused_one_shot", "fused_two_shot"},
+        ("cross_device_reduce", "AllReduce", "allreduce", "all_reduce_kernel", "multimem"),
+    ),
+    "allgather": ({"gather", "bulk_gather"}, ("AllGather",)),
+}
 
 
-def is_allreduce(kernel: str) -> bool:
-    return kernel in OURS or any(part in kernel for part in THEIRS)
+def is_of(kind: str, kernel: str) -> bool:
+    ours, theirs = KINDS[kind]
+    return kernel in ours or any(part in kernel for part in theirs)
 
 
 def fill(model: torch.nn.Module, rank: int) -> None:
@@ -51,7 +57,7 @@ class Profile:
         self._profile.__enter__()
 
     def stop(self) -> dict[str, Any]:
-        """Microseconds and calls of all-reduces and of all kernels, and the kernels that took most."""
+        """Microseconds and calls of the collectives and of all kernels, and the kernels that took most."""
         torch.cuda.synchronize()
         self._profile.__exit__(None, None, None)
         sums: dict[str, float] = defaultdict(float)
@@ -60,9 +66,10 @@ class Profile:
             if event.self_device_time_total:
                 kernels.append([event.key[:100], event.count, round(event.self_device_time_total, 1)])
                 sums["all_us"] += event.self_device_time_total
-                if is_allreduce(event.key):
-                    sums["allreduce_us"] += event.self_device_time_total
-                    sums["allreduces"] += event.count
+                for kind in KINDS:
+                    if is_of(kind, event.key):
+                        sums[f"{kind}_us"] += event.self_device_time_total
+                        sums[f"{kind}s"] += event.count
         kernels.sort(key=lambda row: -row[2])
         return {**{name: round(value, 1) for name, value in sums.items()}, "kernels": kernels[:12]}
 

@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from ..collectives import traced
 from ..errors import UnsupportedError
 from ..options import is_on
 
@@ -25,6 +26,7 @@ _SGLANG_FUSED, _SGLANG_PLAIN = "flashinfer_allreduce_residual_rmsnorm", "can_use
 _PASS_MANAGER = "ipcreduce.serving.passes.PassManager"
 _FLASHINFER = "VLLM_ALLREDUCE_USE_FLASHINFER"  # 0 by default in vLLM 0.26.0, and 1 in 0.33.0
 _INVARIANT = "VLLM_BATCH_INVARIANT"
+_NOT_HERE = "%s keeps its own all-reduce: IPCREDUCE_ENGINES is for NVIDIA's GPUs"
 _log = logging.getLogger("ipcreduce.serving")
 
 
@@ -39,20 +41,18 @@ def vllm_plugin() -> None:
         return
     from importlib.util import find_spec
 
+    from vllm.platforms import current_platform
+
+    logging.getLogger("ipcreduce").parent = logging.getLogger("vllm")  # which 0.33.0 may configure later
+    if not current_platform.is_cuda():
+        _log.warning(_NOT_HERE, "vLLM")
+        return
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import cuda_communicator, custom_all_reduce
-    from vllm.platforms import current_platform
 
     from . import groups
     from .all_reduce import ServingAllReduce
 
-    log, theirs = logging.getLogger("ipcreduce"), logging.getLogger("vllm")
-    for handler in set(theirs.handlers) - set(log.handlers):
-        log.addHandler(handler)
-    log.setLevel(theirs.getEffectiveLevel())
-    if not current_platform.is_cuda():
-        _log.warning("vLLM keeps its own all-reduce: IPCREDUCE_ENGINES is for NVIDIA's GPUs")
-        return
     if not hasattr(custom_all_reduce, "CustomAllreduce"):
         raise UnsupportedError(f"this vLLM has no {_VLLM_MODULE}.CustomAllreduce. Unset IPCREDUCE_ENGINES")
     custom_all_reduce.CustomAllreduce = ServingAllReduce
@@ -118,7 +118,7 @@ def sglang_plugin() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_SGLANG_TARGET, _choose, HookType.REPLACE)
+    HookRegistry.register(_SGLANG_TARGET, _choose, HookType.AROUND)
     HookRegistry.register(_SGLANG_GROUP, _serve, HookType.AFTER)
     _log.info("IPCREDUCE_ENGINES=1: %s now chooses ipcreduce's ServingAllReduce", _SGLANG_TARGET)
     if is_on("IPCREDUCE_FUSED"):
@@ -132,7 +132,21 @@ def sglang_plugin() -> None:
         )
 
 
-def _choose(group: Any, device: Any) -> type:
+@cache  # said once in a process
+def _is_on_nvidia() -> bool:
+    """True in a worker of SGLang on NVIDIA's GPUs."""
+    from sglang.srt.utils import is_cuda
+
+    found = bool(is_cuda())
+    if not found:
+        _log.warning(_NOT_HERE, "SGLang")
+    return found
+
+
+def _choose(theirs: Any, **named: Any) -> Any:
+    """Choose the class of a group's all-reduce."""
+    if not _is_on_nvidia():
+        return theirs(**named)
     from .all_reduce import ServingAllReduce
 
     return ServingAllReduce
@@ -140,12 +154,14 @@ def _choose(group: Any, device: Any) -> type:
 
 def _serve(result: None, group: Any, *_: Any, **__: Any) -> None:
     """Give a group of SGLang, which is made now, the collectives of its ServingAllReduce."""
-    from .groups import take
-    from .methods import SGLangMethods
+    if _is_on_nvidia():
+        from .groups import take
+        from .methods import SGLangMethods
 
-    take(group, SGLangMethods)
+        take(group, SGLangMethods)
 
 
+@traced
 def _normalise(theirs: Any, **named: Any) -> Any:
     """Run SGLang's fused FlashInfer call by ipcreduce, where ipcreduce takes it: tensor-parallel group, not compiled.
 
@@ -161,6 +177,7 @@ def _normalise(theirs: Any, **named: Any) -> Any:
     return theirs(**named) if found is None else found
 
 
+@traced
 def _asks_flashinfer(theirs: Any, tensor: Any, **named: Any) -> bool:
     """True if SGLang asks FlashInfer for a plain all-reduce: by its own answer, but for those that ipcreduce takes."""
     import torch

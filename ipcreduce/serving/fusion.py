@@ -120,7 +120,7 @@ def _can_be_replaced(norm: _Norm, group: str) -> bool:
         return False
     if norm.residual is None:  # the sum may have other users, and ours comes before them: the weight must be there
         return found[0].op == "placeholder"
-    return len(norm.total.users) == 1
+    return len(norm.total.users) == 1 and norm.residual.meta["val"].dtype == norm.total.meta["val"].dtype
 
 
 def _replace(graph: fx.Graph, norm: _Norm, group: str) -> None:

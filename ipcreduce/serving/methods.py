@@ -6,12 +6,13 @@ torch.compile sees what it saw before: both servers call most of the methods wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from ..collectives import traced
 from ..errors import UnsupportedError
 from .all_reduce import ServingAllReduce
 
@@ -33,12 +34,6 @@ def _joined(methods: type, theirs: type) -> type:
 def _found(reducer: Any) -> ServingAllReduce | None:
     """The all-reduce, if it is ipcreduce's now: servers take it away for a time, and when they end."""
     return reducer if isinstance(reducer, ServingAllReduce) else None
-
-
-def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch.compile trace a function, as it does the server's: it skips the files of this package."""
-    setattr(function, "__code__", function.__code__.replace(co_filename="ipcreduce_serving_methods"))  # noqa: B010
-    return function
 
 
 class _Methods:
@@ -120,7 +115,7 @@ class SGLangMethods(_Methods):
     call those two.
     """
 
-    @_traced
+    @traced
     def all_gather(self, input_: Any, dim: int = -1, output_tensor_list: Any = None) -> Any:
         asks = output_tensor_list is None and not torch.compiler.is_compiling()
         found = self._gather(input_, dim) if asks else None
@@ -141,7 +136,7 @@ class SGLangMethods(_Methods):
         found = self._scattered_flat(output, input)
         return super()._reduce_scatter_tensor(output, input) if found is None else output  # type: ignore[misc]
 
-    @_traced
+    @traced
     def reduce_scatter_tensor(self, output: Any, input: Any) -> None:
         """Sum, and keep this rank's part. Where SGLang is deterministic, it would reduce a clone and take a slice."""
         if torch.compiler.is_compiling() or self._scattered_flat(output, input) is None:

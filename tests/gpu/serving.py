@@ -17,6 +17,7 @@ import socket
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ipcreduce import UnsupportedError
+from ipcreduce import UnsupportedError, serving
 from ipcreduce.bench import report
 from ipcreduce.serving import groups
 from ipcreduce.serving.all_reduce import ServingAllReduce
@@ -36,7 +37,7 @@ from tests.shared.world import WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", RANK % torch.cuda.device_count()) if ON_GPU else torch.device("cpu")
-LENGTHS = [2 * rank + 1 for rank in range(SIZE)]
+LENGTHS = [2 * rank for rank in range(SIZE)]  # rank 0 has nothing, as a rank without requests
 VOCABULARY, CALLS, ROUNDS = 128256, 50, 15
 
 
@@ -234,6 +235,8 @@ def vllm() -> None:
     check("broadcast", x, lambda x: comm.broadcast(x, last), lambda x: sent(x, last))
     check("of the group", x, lambda x: group.broadcast(x, last), lambda x: sent(x, last))
     check("bytes", values(4, dtype=torch.bool), lambda x: comm.all_gather(x), lambda x: gathered(x, 0))
+    small = values(4, dtype=torch.float8_e4m3fn)
+    check("8-bit floats", small, lambda x: comm.all_gather(x), lambda x: gathered(x.view(torch.uint8), 0))
     whole_numbers = values(2 * SIZE, dtype=torch.complex64)
     check("declined", whole_numbers, comm.reduce_scatter, lambda x: scattered(x, 0), ours=False)
     comm.pynccl_comm.disabled = True
@@ -281,6 +284,14 @@ def sglang() -> None:
         "reduce_scatterv", whole, lambda x: group.reduce_scatterv(x, None, LENGTHS), lambda x: scattered(x, 0, LENGTHS)
     )
     check("broadcast", x, lambda x: group.broadcast(x, SIZE - 1), lambda x: sent(x, SIZE - 1))
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:  # as attention over data-parallel ranks
+        part = x.tensor_split(SIZE)[RANK]
+        group.reduce_scatter_tensor(part, x)
+        group.all_gather_into_tensor(x, part)
+        return x
+
+    check("in place", x, in_place, lambda x: gathered(scattered(x, 0), 0))
     columns = x.new_empty(4 * SIZE, 2 * SIZE * SIZE).t()
     check(
         "a strided output", x, lambda x: (group._all_gather_into_tensor(columns, x), columns)[1],
@@ -288,6 +299,9 @@ def sglang() -> None:
     )  # fmt: skip
     compiled = torch.compile(lambda x: group.all_gather(x * 2, 0) + 1, backend="aot_eager", fullgraph=True)
     check("compiled", x, compiled, lambda x: gathered(x * 2, 0) + 1)
+    theirs = partial(serving._normalise, lambda input_tensor: input_tensor * 2)
+    compiled = torch.compile(lambda x: theirs(input_tensor=x + 1), backend="aot_eager", fullgraph=True)
+    check("a fused call, compiled", x, compiled, lambda x: (x + 1) * 2)
     reducer, group.ca_comm = group.ca_comm, None  # as SGLang does for a time
     check("no all-reduce", x, lambda x: group.all_gather(x, 0), lambda x: gathered(x, 0), ours=False)
     reducer.close()

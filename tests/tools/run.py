@@ -23,7 +23,7 @@ QUICK_SCENARIOS = (  # one of each file
     "threads_with_another_device", "after_a_wait", "of_no_dimension",
 )  # fmt: skip
 SERVED = {  # runs of vLLM, by what else is asked of them
-    ("ours", "fused", "flashinfer", "stock", "nccl"): ("--layers", "8,16", "--turns", "3"),
+    ("ours", "ours-alone", "fused", "flashinfer", "stock", "nccl"): ("--layers", "8,16", "--turns", "3"),
     ("ours-piecewise", "ours-eager", "stock-piecewise", "stock-eager", "ours-spawn"): ("--layers", "8"),
     tuple(f"{engine}-invariant" for engine in ("ours", "fused", "nccl")): ("--layers", "8"),
     tuple(f"ours-{trial}" for trial in ("restarts", "pair", "sleep", "server", "killed")): ("--layers", "2"),

@@ -79,7 +79,9 @@ def test_an_engine_is_measured(made: list[Engine], tmp_path: Path, monkeypatch: 
     assert run_of["versions"]["sglang"] == "sglang 1"
     kept = table.keep([run_of, {**run_of, "name": "stock-sglang"}])
     ours, _ = kept["rows"]
-    assert ours["decode"]["8"] == {"us": [500.0, 500.0, 500.0], "device_us": 40.0, "allreduce_us": 5.0, "part": 0.125}
+    assert ours["decode"]["8"] == {
+        "us": [500.0, 500.0, 500.0], "device_us": 40.0, "allreduce_us": 5.0, "allgather_us": 0.0, "part": 0.125
+    }  # fmt: skip
     assert ours["compared"]["64"]["same_logprobs"] == 64
     assert ours["prefill_us"]["512"] == [3500.0, 3500.0, 3500.0]
     config = json.loads((tmp_path / "model-2" / "config.json").read_text())

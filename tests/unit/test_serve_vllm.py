@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ import pytest
 
 from benchmarks.serving import engine, fatbins, run, table
 from benchmarks.serving.names import Name, result_path
+from tests.tools import machine
 
 LAYERS = 2
 ALLREDUCES = 2 * LAYERS + 1  # of a pass: two a layer, and one for the embedding
@@ -46,10 +48,11 @@ def test_what_makes_engines_differ_is_not_the_users(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_trials_need(tmp_path: Path):
-    names = "ours", "ours-invariant", "flashinfer"
-    plain, invariant, flashinfer = (run.environment(Name.of(text), tmp_path) for text in names)
-    both = "VLLM_BATCH_INVARIANT", "IPCREDUCE_BATCH_INVARIANT"
-    assert [[one[name] for name in both] for one in (plain, invariant)] == [["0", "0"], ["1", "1"]]
+    names = "ours", "ours-invariant", "flashinfer", "ours-alone"
+    plain, invariant, flashinfer, alone = (run.environment(Name.of(text), tmp_path) for text in names)
+    every = "VLLM_BATCH_INVARIANT", "IPCREDUCE_BATCH_INVARIANT", "VLLM_DISABLE_PYNCCL"
+    found = [[one[name] for name in every] for one in (plain, invariant, alone)]
+    assert found == [["0", "0", "0"], ["1", "1", "0"], ["0", "1", "1"]]
     assert flashinfer["PYTHONPATH"].startswith(f"{tmp_path / 'flashinfer'}{os.pathsep}{tmp_path}{os.pathsep}")
     assert flashinfer["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
     assert flashinfer["IPCREDUCE_ENGINES"] == "0"
@@ -148,12 +151,27 @@ def test_an_engine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert table.tables(kept)[0].count("device") == 2
 
 
+def test_the_kernels_that_are_counted_are_ours():
+    """By their names in the sources. The module that has them needs PyTorch."""
+    tree = ast.parse(Path(engine.__file__).with_name("worker.py").read_text())
+    [kinds] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "KINDS" in ast.unparse(node.targets)
+    ]
+    sources = "".join(path.read_text() for path in (machine.ROOT / "kernels").glob("*.cu"))
+    names = {name for ours, _ in kinds.values() for name in ours}
+    assert {"one_shot", "gather"} <= names
+    assert [name for name in names if f"KERNEL({name}," not in sources] == []
+
+
 def test_tokens_are_compared_with_those_of_the_same_turn():
     stock = [{"name": "stock", "layers": 8, "turn": turn} for turn in (1, 2)]
     for turn, compared in ((1, 1), (2, 2), (3, 1)):
         ours = {"name": "ours", "layers": 8, "turn": turn}
         assert table.reference(ours, stock) == stock[compared - 1]
     assert table.reference({"name": "ours", "layers": 4, "turn": 1}, stock) is None
+    assert table.reference({"name": "ours-alone", "layers": 8, "turn": 2}, stock) == stock[1]
 
 
 # ---- the runner
@@ -225,6 +243,7 @@ def test_what_an_engine_leaves_behind_is_told_and_ended(tmp_path: Path, monkeypa
 def a_run(name: str, **changed: Any) -> dict[str, Any]:
     """What an engine writes, after a way through its file."""
     device = {"all_us": 4000.0, "allreduce_us": 100.0 * ALLREDUCES, "allreduces": 10.0 * ALLREDUCES}
+    device |= {"allgather_us": 30.0, "allgathers": 10.0}
     found = {
         "name": name, "layers": LAYERS, "machine": {"processor": "a processor", "cores": 3}, "versions": {"vllm": "1"},
         "date": "2030-01-02", "import_s": 3.0, "start_s": 70.0, "shutdown_s": 2.0,
@@ -242,9 +261,8 @@ def test_a_row_has_what_the_runs_say():
     assert (kept["machine"]["gpus"], kept["machine"]["cores"], kept["date"]) == (["H100", "H100"], 3, "2030-01-02")
     ours, _ = kept["rows"]
     assert ours["name"] == "ours"
-    assert ours["decode"] == {
-        "1": {"us": [510.0, 500.0, 520.0], "device_us": 400.0, "allreduce_us": 10.0 * ALLREDUCES, "part": 0.125}
-    }
+    step = {"device_us": 400.0, "allreduce_us": 10.0 * ALLREDUCES, "allgather_us": 3.0, "part": 0.125}
+    assert ours["decode"] == {"1": {"us": [510.0, 500.0, 520.0], **step}}
     assert ours["allreduce_us"] == {"1": 2.0}
     assert ours["used_mb"] == 11.0
     assert ours["compared"]["8"] == {
@@ -269,7 +287,7 @@ def test_only_the_same_mode_and_layers_are_compared():
 def test_tables_of_whole_and_of_broken_runs():
     broken = {key: value for key, value in a_run("nccl").items() if key in ("name", "layers")}
     steps, calls, rest = table.tables(table.keep([a_run("stock"), a_run("ours"), broken]))
-    assert "| ours | 2 | 1 | 510 ± 10, device 400, all-reduce 50 (12.5%) |" in steps
+    assert "| ours | 2 | 1 | 510 ± 10, device 400, all-reduce 50 (12.5%), all-gather 3.0 |" in steps
     assert "| nccl | 2 | 1 |" in steps
     assert "| ours | 2 | 2.0 |" in calls
     assert "nccl" not in calls

@@ -1,4 +1,4 @@
-"""The trials of make serve-vllm, each run as on GPUs, with a stand-in for vLLM."""
+"""The trials of make serve-vllm, each run as on GPUs, with stand-ins for the servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import run, server
+from benchmarks.serving import run, server, sglang_server
 from benchmarks.serving.names import TRIALS, Name, result_path
 from tests.shared import bounds, stand_in_vllm
 
@@ -50,7 +50,8 @@ def test_two_engines(found: dict[str, Any]):
 
 
 def test_sleep(found: dict[str, Any]):
-    assert facts(found, "sleep") == [[[9.0, 9.0], [1.0, 1.0], [9.0, 9.0]], True]
+    for trial in ("sleep", "sglang-sleep"):
+        assert facts(found, trial)[:2] == [[[9.0, 9.0], [1.0, 1.0], [9.0, 9.0]], True]
 
 
 def test_one_prompt_in_several_batches(found: dict[str, Any]):
@@ -58,15 +59,17 @@ def test_one_prompt_in_several_batches(found: dict[str, Any]):
     assert facts(found, "invariant") == [[True, False], [True, False]]
 
 
-def test_a_cancelled_request(found: dict[str, Any]):
-    same, clients, seconds, (tokens, asked), (_, code) = facts(found, "server")
+@pytest.mark.parametrize("trial", ["server", "sglang-server"])
+def test_a_cancelled_request(found: dict[str, Any], trial: str):
+    same, clients, seconds, (tokens, asked), (_, code) = facts(found, trial)
     assert (same, clients, asked, code) == (8, 8, server.LONG, 0)
     assert seconds is not None
-    assert server.CHUNKS <= tokens < asked
+    assert tokens is None if trial == "sglang-server" else server.CHUNKS <= tokens < asked
 
 
-def test_a_killed_worker(found: dict[str, Any]):
-    seconds, heard, (_, code), log = facts(found, "killed")
+@pytest.mark.parametrize("trial", ["killed", "sglang-killed"])
+def test_a_killed_worker(found: dict[str, Any], trial: str):
+    seconds, heard, (_, code), log = facts(found, trial)
     assert len(seconds) == server.CLIENTS
     assert heard == ['{"error": "EngineDeadError"}']
     assert code == 1
@@ -88,8 +91,13 @@ def test_what_does_not_come_ends_the_wait():
 
 
 def test_the_words_of_the_server(tmp_path: Path):
-    words = server.command(Name.of("nccl-server"), tmp_path, 80)
+    words = server.Client(80, tmp_path).command(Name.of("nccl-server"))
     assert words[words.index("--port") + 1] == "80"
     assert {"--skip-tokenizer-init", "--disable-custom-all-reduce", "--no-enforce-eager"} <= set(words)
     assert json.loads(words[words.index("--attention-config") + 1]) == {"backend": "FLASH_ATTN"}
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    words = sglang_server.Client(80, tmp_path).command(Name.of("ours-sglang-server"))
+    sizes = words[words.index("--cuda-graph-bs-decode") + 1 : words.index("--cuda-graph-bs-prefill")]
+    assert sizes == ["1", "2", "4", "8", "64"]
+    assert {"--skip-tokenizer-init", "--disable-radix-cache"} <= set(words)
+    assert not {"None", "True", "False", "--enable-memory-saver", "--disable-custom-all-reduce"} & set(words)

@@ -68,9 +68,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     }
     for name, one in tree.items():
         monkeypatch.setitem(sys.modules, name, one)
-    for name in ("ipcreduce", "vllm"):
-        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
-        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger("ipcreduce"), "parent", logging.root)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.NOTSET)
     return found
 
 
@@ -83,7 +83,7 @@ def test_inert_unless_asked_for(text: str | None, vllm: types.ModuleType, monkey
     serving.vllm_plugin()
     serving.sglang_plugin()
     assert vllm.CustomAllreduce is Theirs
-    assert logging.getLogger("ipcreduce").handlers == []
+    assert logging.getLogger("ipcreduce").parent is logging.root
 
 
 def test_inert_plugins_import_nothing():
@@ -107,13 +107,16 @@ def test_vllm_makes_our_class_and_says_so(vllm: types.ModuleType, reducer: type,
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm").addHandler(handler)
+    serving.vllm_plugin()
+    assert said == []
+    logging.getLogger("vllm").addHandler(handler)  # as vLLM 0.33.0 does behind its plugins, if Python makes the engine
     logging.getLogger("vllm").setLevel(logging.INFO)
+    logging.getLogger("ipcreduce.serving").info("later")
     for _ in range(2):  # vLLM loads plugins again in every process
         serving.vllm_plugin()
     assert vllm.CustomAllreduce is reducer
-    assert said == 2 * [f"IPCREDUCE_ENGINES=1: {vllm.__name__}.CustomAllreduce is now ipcreduce's ServingAllReduce"]
-    assert logging.getLogger("ipcreduce").handlers == [handler]
+    line = f"IPCREDUCE_ENGINES=1: {vllm.__name__}.CustomAllreduce is now ipcreduce's ServingAllReduce"
+    assert said == ["later", line, line]
 
 
 @pytest.mark.parametrize("text", ["", "0", "1"])
@@ -195,7 +198,9 @@ def test_a_stand_in_for_flashinfer_counts_as_flashinfer(
 def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, reducer: type, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: False)
-    serving.vllm_plugin()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, PLACE, None)  # an import would raise, as it may without GPUs
+        serving.vllm_plugin()
     assert vllm.CustomAllreduce is Theirs
     monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: True)
     del vllm.CustomAllreduce
@@ -216,7 +221,9 @@ def hooks(reducer: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any
         "distributed.parallel_state": {"get_tp_group": lambda: group},
         "runtime_context": {"get_parallel": lambda: sizes},
         "layers.flashinfer_comm_fusion": {"can_use_flashinfer_allreduce": None},
+        "utils": {"is_cuda": lambda: True},
     }
+    serving._is_on_nvidia.cache_clear()
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.distributed", "sglang.srt.layers"):
         monkeypatch.setitem(sys.modules, name, module(name))
     for name, content in modules.items():
@@ -239,9 +246,16 @@ def test_sglang_chooses_our_class(
     assert serve(None, "group", "ranks", local_rank=0) is None
     assert taken == [("group", "methods")]
     assert (target, kind) == (
-        "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "replace"
+        "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "around"
     )  # fmt: skip
-    assert choose(group=None, device=None) is reducer
+    assert choose(Theirs, group=None, device=None) is reducer
+    serving._is_on_nvidia.cache_clear()
+    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "is_cuda", lambda: False)
+    for _ in range(2):
+        assert choose(lambda **named: named, group="group", device="cpu") == {"group": "group", "device": "cpu"}
+        serve(None, "group")
+    assert len(taken) == 1
+    assert caplog.text.count("SGLang keeps its own all-reduce") == 1
 
 
 FUSED_CALL = {"input_tensor": "x", "residual": "r", "weight": "w", "eps": 1e-6, "max_token_num": 2048}
@@ -258,6 +272,8 @@ def with_norms(hooks: list[tuple[str, Any, str]], reducer: type, monkeypatch: py
     serving.sglang_plugin()
     assert {target.rpartition(".")[0] for target, _, _ in hooks[2:]} == {"sglang.srt.layers.flashinfer_comm_fusion"}
     assert {kind for _, _, kind in hooks[2:]} == {"around"}
+    package = serving.__file__.rpartition("serving")[0]  # whose files torch.compile skips, which fullgraph refuses
+    assert not any(hook.__code__.co_filename.startswith(package) for _, hook, _ in hooks[2:])
     return {target.rpartition(".")[2]: hook for target, hook, _ in hooks[2:]}
 
 

@@ -1,19 +1,23 @@
 """The class for the servers against the newest releases of these: ``make serving`` fetches their Python files.
 
-They are read, not imported. The same reader is tried on a small engine of ours each time.
+They are read, and with PyTorch their groups are run with our collectives, by tests/programs/real_servers.py. The reader
+is tried on a small engine of ours each time.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ipcreduce.serving import sleep
 from tests.tools import serving_sources
 from tests.tools.machine import ROOT
 
@@ -107,7 +111,7 @@ def checked(package: Path, at_least: set[str]) -> None:
 
 
 @asked_for
-def test_vllm(tmp_path: Path):
+def test_vllm(tmp_path: Path, mpirun: Callable[..., Any]):
     version, package = serving_sources.fetch("vllm", tmp_path)
     print(f"vLLM {version}")
     communicators = package / "distributed" / "device_communicators"
@@ -126,9 +130,11 @@ def test_vllm(tmp_path: Path):
     for name in ("Platform.is_cuda", "Platform.get_pass_manager_cls"):
         serving_sources.definition(package / "platforms" / "interface.py", name)
     check_what_groups_need(package)
+    check_sleep(package)
     check_what_methods_need_of_vllm(package)
     check_what_the_pass_needs(package)
     checked(package, {"disabled", "fully_connected", "should_custom_ar", "custom_all_reduce", "capture"})
+    check_groups("vllm", tmp_path, mpirun)
 
 
 def check_what_groups_need(package: Path) -> None:
@@ -144,6 +150,17 @@ def check_what_groups_need(package: Path) -> None:
     )
     for member in ("cpu_group", "device", "unique_name", "world_size"):
         assert f"self.{member} = " in base, member
+
+
+def check_sleep(package: Path) -> None:
+    """One of the places that we look for has its methods."""
+    for module, kind, methods in sleep._PLACES:
+        file = (package.parent / module.replace(".", "/")).with_suffix(".py")
+        if file.exists():
+            for method in methods:
+                serving_sources.definition(file, f"{kind}.{method}")
+            return
+    raise AssertionError("none is there")
 
 
 def check_methods(file: Path, group: str, ours: str, at_least: set[str]) -> None:
@@ -223,11 +240,20 @@ def check_what_the_pass_needs(package: Path) -> None:
         assert step in ast.unparse(quant)
 
 
+def check_groups(server: str, place: Path, mpirun: Callable[..., Any]) -> None:
+    """The server's own groups, run with our collectives."""
+    if importlib.util.find_spec("torch") is None:
+        print(f"{server}'s groups are read only, and not run: PyTorch is not installed")
+        return
+    output = mpirun("tests.programs.real_servers", 2, server, place, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert output.count("right\n") == 2, output
+
+
 NAMED = {"input_tensor", "residual", "weight", "eps"}  # what our hook reads of SGLang's fused call
 
 
 @asked_for
-def test_sglang(tmp_path: Path):
+def test_sglang(tmp_path: Path, mpirun: Callable[..., Any]):
     version, package = serving_sources.fetch("sglang", tmp_path)
     print(f"SGLang {version}")
     communicators = package / "srt" / "distributed" / "device_communicators"
@@ -237,7 +263,13 @@ def test_sglang(tmp_path: Path):
     for name, wanted in (("dispatch_custom_allreduce", signature(chooser)), ("CAClass", Reducer().methods["__init__"])):
         calls = serving_sources.calls_of(state, name)
         assert [misfit(wanted, call) for call in calls] == [""]
+        assert not calls[0].args, "ours hands the names on"
+    assert "\ndef is_cuda()" in (package / "srt" / "utils" / "common.py").read_text()
     check_what_methods_need_of_sglang(state)
+    check_sleep(package)
+    steps = ast.unparse(serving_sources.definition(package / "srt" / "managers" / "scheduler.py", "Scheduler.__init__"))
+    made, kept = (steps.index(f"self.init_{what}()") for what in ("model_worker", "request_dispatcher"))
+    assert made < kept, "the dispatcher keeps the methods, which are wrapped when the first all-reduce is made"
     plugins = package / "srt" / "plugins"
     assert '"sglang.srt.plugins"' in (plugins / "__init__.py").read_text()
     register = serving_sources.definition(plugins / "hook_registry.py", "HookRegistry.register")
@@ -266,3 +298,4 @@ def test_sglang(tmp_path: Path):
     assert not serving_sources.definition(state, "get_tp_group").args.args
     wanted = {"disabled", "should_custom_ar", "custom_all_reduce", "capture", "close", "fused_allreduce_rmsnorm"}
     checked(package, wanted)
+    check_groups("sglang", tmp_path, mpirun)

@@ -177,6 +177,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[float]]] = {
     "another group": (lambda x, r, w: add_norm(all_reduce(x, "dp:0"), r, w), []),
     "a mean over a part": (lambda x, r, w: (norm(all_reduce(x), w, 8), add_norm(all_reduce(x), r, w, 8)), []),
     "a weight of another dtype": (lambda x, r, w: add_norm(all_reduce(x), r, w.float()), []),
+    "a residual of another dtype": (lambda x, r, w: add_norm(all_reduce(x), r.float(), w), []),
     "a weight that is made": (lambda x, r, w: norm(all_reduce(x), w * 2), []),
     "another sum": (lambda x, r, w: norm(2 * x, w), []),
 }

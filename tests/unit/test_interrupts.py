@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import signal
+import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ipcreduce.cuda import driver, streams
 from ipcreduce.interrupts import uninterrupted
+from tests.interrupts.points import Points
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +135,23 @@ def test_another_signal_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit), uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_wait_of_streams_leaves_no_event(monkeypatch: pytest.MonkeyPatch):
+    """At whatever place it is interrupted. The stand-ins for the driver are C functions, as the bindings' are."""
+
+    def trial(points: Points) -> Points:
+        made, freed, done = iter([(0, 7)]), iter([(0,)]), struct.Struct(">3h").pack  # results begin with 0: success
+        monkeypatch.setattr(driver, "_bindings", SimpleNamespace(
+            cuEventCreate=partial(next, made), cuEventRecord=partial(done, 0), cuStreamWaitEvent=done,
+            cuEventDestroy=partial(next, freed),
+        ))  # fmt: skip
+        with suppress(KeyboardInterrupt):
+            points.run(partial(streams.let_wait, 1, 2))
+        assert freed.__length_hint__() == made.__length_hint__()
+        return points
+
+    places = trial(Points()).seen
+    assert len(places) > 5
+    for key in places:
+        assert trial(Points(key)).fired

@@ -55,7 +55,8 @@ def wait_event(stream: Stream, event: Event) -> None:
 
 def let_wait(stream: Stream, other: Stream) -> None:
     """Let ``stream`` wait for the present work on another stream. Ctrl-C leaves no event, at any line."""
-    cuda, made = load(), []
+    cuda = load()
+    made: list[Any] = []
     try:
         made += map(cuda.cuEventCreate, (2,))  # Python handles no signal between the two
         code, event = made[0]

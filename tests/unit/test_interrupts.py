@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ipcreduce import interrupts
 from ipcreduce.cuda import driver, streams
 from ipcreduce.interrupts import uninterrupted
 from tests.interrupts.points import Points
@@ -107,7 +108,7 @@ def test_another_thread_leaves_the_handler_alone():
 
 def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
     """Its handler may raise behind the line that has replaced the handler of Ctrl-C."""
-    replace = signal.signal
+    replace = interrupts.signal.signal
 
     def terminated(number: int, handler: Any) -> Any:
         before = replace(number, handler)
@@ -115,7 +116,7 @@ def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
             raise SystemExit
         return before
 
-    monkeypatch.setattr(signal, "signal", terminated)
+    monkeypatch.setattr(interrupts.signal, "signal", terminated)
     with pytest.raises(SystemExit), uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -123,7 +124,7 @@ def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
 
 def test_another_signal_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch):
     """Its handler may raise before Ctrl-C's is in its place again."""
-    replace, fired = signal.signal, []
+    replace, fired = interrupts.signal.signal, []
 
     def terminated(number: int, handler: Any) -> Any:
         if handler is signal.default_int_handler and not fired:
@@ -131,7 +132,7 @@ def test_another_signal_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch):
             raise SystemExit
         return replace(number, handler)
 
-    monkeypatch.setattr(signal, "signal", terminated)
+    monkeypatch.setattr(interrupts.signal, "signal", terminated)
     with pytest.raises(SystemExit), uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

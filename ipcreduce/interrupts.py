@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from types import FrameType
 from typing import Any
+
+from .originals import signal
 
 
 class uninterrupted:

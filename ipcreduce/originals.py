@@ -1,4 +1,4 @@
-"""Python's own clock, locks, threads, queues, waits and sockets, whatever a library has put in their places.
+"""Python's own clock, locks, threads, queues, waits, signals and sockets, whatever a library has put in their places.
 
 gevent and eventlet put there what switches between functions of one thread, and freezegun a clock that stands. They do
 so before this package is imported, or later. With these, a watchdog or a deadline may stop. So this package has its own
@@ -15,15 +15,17 @@ from importlib.util import find_spec, module_from_spec
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Lock", "RLock", "queue", "select", "time"]
+__all__ = ["Lock", "RLock", "queue", "select", "signal", "time"]
 
 if TYPE_CHECKING:
     import _thread as _own
     import queue
     import select
+    import signal
     import time
     from threading import Lock, RLock
 else:
+    import _signal as signal
 
     def _copy(name: str) -> Any:
         spec = find_spec(name)

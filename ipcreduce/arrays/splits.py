@@ -19,6 +19,7 @@ from . import lists, views
 from .operands import check_own_elements
 
 GATHER, SCATTER, BROADCAST = "all-gather", "reduce-scatter", "broadcast"
+_LONGEST = 1 << 47  # no array is, on any axis
 Shape = tuple[int, ...]
 _TOO_MANY_BYTES = 1 << 63  # for an array of any library
 # The arguments of a call but for its arrays, as they are given: the collective, op, axis, sizes, root and sms.
@@ -117,9 +118,9 @@ class SplitArguments(NamedTuple):
 
 def _whole_number(value: Any, name: str) -> int:
     with reading(name, value), suppress(TypeError):
-        if not isinstance(value, (bool, np.bool_)):
-            return operator.index(value)
-    raise ArgumentError(f"{name} is {shown(value)}. Pass an int")
+        if not isinstance(value, (bool, np.bool_)) and abs(number := operator.index(value)) < _LONGEST:
+            return number
+    raise ArgumentError(f"{name} is {shown(value)}. Pass an int, of less than 48 bits")
 
 
 class Splitting(NamedTuple):

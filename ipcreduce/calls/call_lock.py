@@ -9,6 +9,7 @@ communicator work.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -22,12 +23,13 @@ class Calls(Protocol):
     """The part of :class:`CallSequence` that is needed here. Its module imports this one, which cannot import it.
 
     :ivar within: True while the thread that holds the lock makes a call or an exchange.
-    :ivar nested: functions to call after the present call: each tells the peers of a call that failed within it.
+    :ivar nested: functions to call after the present call: each tells the peers of a call that failed within it, or of
+        one of which they could not be told as it failed.
     """
 
     lock: RLock
     within: bool
-    nested: list[Callable[[], None]]
+    nested: list[partial[None]]
     raised: bool
     rank: int
     number: int
@@ -53,7 +55,13 @@ def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
             calls.number += 1
             return body(*given)
         except BaseException as error:
-            calls.fail(error)
+            try:
+                calls.fail(error)
+            except IpcReduceError:
+                raise
+            except BaseException:  # another Ctrl-C, or no room on the stack: the peers do not know yet
+                calls.nested.insert(0, partial(fail_late, calls, error))
+                raise
             raise
         finally:
             calls.within = False
@@ -70,7 +78,7 @@ def make_way(calls: Calls) -> None:
     """Let a call begin. :raises UnsupportedError: if this thread is within another one."""
     if not calls.within:
         while calls.nested:
-            calls.nested.pop(0)()
+            _tell_first(calls)
         return
     error = UnsupportedError(is_within("this call was made", calls))
     error.locate(calls.rank, calls.number + 1 + len(calls.nested))
@@ -90,7 +98,28 @@ def is_within(what: str, calls: Calls) -> str:
 def tell_nested(calls: Calls) -> None:
     """Tell the peers of a call that failed within the one that has ended. The next call tells of any further ones."""
     if calls.nested and not calls.raised:  # after a fault the ranks have to meet first, which the next call does
-        calls.nested.pop(0)()
+        _tell_first(calls)
+
+
+def _tell_first(calls: Calls) -> None:
+    tell = calls.nested.pop(0)
+    try:
+        tell()
+    except BaseException:
+        calls.nested.insert(0, tell)
+        raise
+
+
+def fail_late(calls: Calls, error: BaseException) -> None:
+    """Tell the peers of a call that has raised ``error`` before."""
+    with suppress(IpcReduceError):  # the program has got its error
+        calls.fail(error)
+
+
+def tell_late(calls: Calls) -> None:
+    """Tell the peers what :func:`fail_late` has to, before the ranks meet, and forget the calls within others."""
+    calls.nested[:] = [tell for tell in calls.nested if tell.func is fail_late]
+    make_way(calls)
 
 
 def alone(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ class CallSequence:
         self.recording: Any = None  # the open Recording of graphs/, which calls/ cannot import
         self.lock = RLock()
         self.within = False  # this and the next: see call_lock.py
-        self.nested: list[Callable[[], None]] = []
+        self.nested: list[partial[None]] = []
         self._noted = 0  # see faults.note
         self._right = RightCalls()
         self._take(page, backends)
@@ -289,7 +289,7 @@ class CallSequence:
         :returns: see :class:`RightCalls`. :raises PeerLostError: if a rank has gone, or does not come.
         """
         self.check_usable()
-        self.nested.clear()
+        call_lock.tell_late(self)
         return call_lock.alone(self, self._recover)
 
     def _recover(self) -> int:

@@ -19,7 +19,7 @@ from ..calls import call_lock
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, torch_runtime
 from ..cuda.contexts import using
-from ..errors import CaptureError, CudaError
+from ..errors import CaptureError, CudaError, IpcReduceError
 from ..page.control_page import Page
 from ..page.flight_recorder import RING
 from ..types import Stream
@@ -97,7 +97,13 @@ class FastPath:
                     return usual(array, op, out, stream)
                 return result
             except BaseException as error:
-                calls.fail(error)
+                try:
+                    calls.fail(error)
+                except IpcReduceError:
+                    raise
+                except BaseException:
+                    calls.nested.insert(0, partial(call_lock.fail_late, calls, error))
+                    raise
                 raise
             finally:
                 calls.within = False

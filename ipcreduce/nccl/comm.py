@@ -76,19 +76,19 @@ class NcclCommunicator:
             return
         nccl = library.load()
         self.enqueuing = calls[0][1]  # until the end: only there NCCL puts them on the stream
+        is_open = True  # first: Python handles Ctrl-C behind a call, so not before the next one
         try:
-            library.start_group()
-            try:
-                for name, argument in calls:
-                    getattr(nccl, name)(*argument, self._comm, stream)
-            except BaseException:
-                with suppress(CudaError):  # no call of the program may be within this group
-                    library.end_group()
-                raise
-            library.end_group()
+            nccl.group_start()
+            for name, argument in calls:
+                getattr(nccl, name)(*argument, self._comm, stream)
+            is_open = False
+            nccl.group_end()
         except Exception as error:
             raise self._failure("ncclGroupEnd", error) from error
         finally:
+            if is_open:
+                with suppress(nccl.NCCLError):  # no call of the program may be within this group
+                    nccl.group_end()
             self.enqueuing = None
 
     def abort(self) -> None:

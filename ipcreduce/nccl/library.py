@@ -74,16 +74,6 @@ def join(n: int, rank: int, identity: bytes) -> Any:
     return _made("ncclCommInitRank", load().comm_init_rank, n, load().UniqueId.from_buffer(identity), rank)
 
 
-def start_group() -> None:
-    """Begin a group: NCCL launches the calls that follow in this thread together, at :func:`end_group`."""
-    _made("ncclGroupStart", load().group_start)
-
-
-def end_group() -> None:
-    """End a group, and launch its calls. :raises CudaError: if one of them fails."""
-    _made("ncclGroupEnd", load().group_end)
-
-
 def abort(comm: Any) -> None:
     """Abort the calls of a communicator, and free it. :raises CudaError: if that fails."""
     _made("ncclCommAbort", load().comm_abort, comm)

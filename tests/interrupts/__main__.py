@@ -1,8 +1,9 @@
-"""``mpirun -n 2 python -m tests.interrupts [--host] [--every N] [WHAT...]``: Ctrl-C on one rank, at each place.
+"""``mpirun -n 2 python -m tests.interrupts [--host|--nccl] [--every N] [WHAT...]``: Ctrl-C on one rank, at each place.
 
 A place is one at which Python may run a signal handler within the package, with the way to it. Afterwards every other
 rank must have heard of it at once, and all ranks either go on together, or all have lost the communicator and close it.
-Then nothing may be left, and the next communicator works. On the simulated device, or with --host on NumPy arrays.
+Then nothing may be left, and the next communicator works. On the simulated device, with --nccl over the stand-in for
+NCCL's binding; or with --host on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from tests.shared.world import WORLD
 
 parser = argparse.ArgumentParser(prog="tests.interrupts")
 parser.add_argument("--host", action="store_true")
+parser.add_argument("--nccl", action="store_true")
 parser.add_argument("--every", type=int, default=1)
 parser.add_argument("--from", type=int, default=0, dest="first")
 parser.add_argument("--rank", type=int, default=-1, help="the rank to interrupt; -1 for the last one")
+parser.add_argument("--algorithm", help="as for a communicator; direct: recordings are registered")
 parser.add_argument("--timeout", type=float, default=30.0)
 parser.add_argument("--hang", type=float, default=bounds.HANG)
 parser.add_argument("--leaks", action="store_true", help="say what is left behind each place")
@@ -37,15 +40,24 @@ options = parser.parse_args()
 if not options.host:
     os.environ.setdefault("SIM_DEVICES", str(WORLD.size))
     os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")
-    os.environ.setdefault("SIM_NO_NCCL", "1")
+    os.environ |= {"IPCREDUCE_BACKEND": "nccl"} if options.nccl else {"SIM_NO_NCCL": "1"}
     simulated.install()
     import cupy as library
 else:
     library = np
 
-from ipcreduce import Communicator, Graph, IpcReduceError, Map, process  # noqa: E402
+from ipcreduce import (  # noqa: E402
+    Communicator,
+    Graph,
+    GraphRunner,
+    IpcReduceError,
+    Map,
+    eager_break,
+    forward_context,
+    process,
+)
 from tests.interrupts.points import Key, Points  # noqa: E402
-from tests.simulated import driver  # noqa: E402
+from tests.simulated import driver, nccl  # noqa: E402
 
 RANK, SIZE = WORLD.rank, WORLD.size
 ONE = options.rank % SIZE  # the rank that is interrupted
@@ -71,8 +83,12 @@ class Communicators:
 
     def open(self) -> Communicator:
         if self.comm is None:
-            self.graph, self.comm = None, Communicator(timeout=options.timeout)
+            self.graph = None
+            self.make()
         return self.comm
+
+    def make(self) -> None:
+        self.comm = Communicator(timeout=options.timeout, algorithm=options.algorithm)
 
     def settle(self) -> None:
         """Make a right call. :raises IpcReduceError: what that raises."""
@@ -90,10 +106,7 @@ class Communicators:
 
     # ---- what is interrupted
     def call(self) -> Act:
-        """A call of a shape that is new."""
-        self._shapes += 1
-        array, comm = mine(100 + self._shapes), self.open()
-        return lambda: (comm.allreduce(array), comm.synchronize())
+        return self._new(self.open().allreduce)
 
     def cached(self) -> Act:
         """A call that was made before."""
@@ -101,19 +114,35 @@ class Communicators:
         return lambda: (comm.allreduce(array, out=array), comm.synchronize())
 
     def list(self) -> Act:
-        self._shapes += 1
-        arrays, comm = [mine(9), mine(100 + self._shapes)], self.open()
-        return lambda: (comm.allreduce(arrays), comm.synchronize())
+        comm = self.open()
+        return self._new(lambda array: comm.allreduce([mine(9), array]))
 
     def expression(self) -> Act:
-        self._shapes += 1
-        array, comm, then = mine(100 + self._shapes), self.open(), Map("v + 1", host=lambda v: v + 1)
-        return lambda: (comm.allreduce(array, then=then), comm.synchronize())
+        comm, then = self.open(), Map("v + 1", host=lambda v: v + 1)
+        return self._new(lambda array: comm.allreduce(array, then=then))
+
+    def allgather(self) -> Act:
+        return self._new(self.open().allgather)
+
+    def reduce_scatter(self) -> Act:
+        return self._new(self.open().reduce_scatter)
+
+    def broadcast(self) -> Act:
+        return self._new(self.open().broadcast)
+
+    def split_list(self) -> Act:
+        comm = self.open()
+        return self._new(lambda array: comm.allgather([array, mine(9)], axis=-1))
 
     def norm(self) -> Act:
+        comm, weight = self.open(), mine(256)
+        return self._new(lambda rows: comm.allreduce_rmsnorm(rows.reshape(-1, 256), weight), 256)
+
+    def _new(self, call: Callable[[Any], Any], multiple: int = 2) -> Act:
+        """A call on an array whose shape is new."""
         self._shapes += 1
-        rows, weight, comm = mine(256 * (1 + self._shapes)).reshape(-1, 256), mine(256), self.open()
-        return lambda: (comm.allreduce_rmsnorm(rows, weight), comm.synchronize())
+        array, comm = mine(multiple * SIZE * (50 + self._shapes)), self.comm
+        return lambda: (call(array), comm.synchronize())
 
     def record(self) -> Act:
         array, comm = mine(), self.open()
@@ -121,6 +150,24 @@ class Communicators:
         def act() -> None:
             with Graph(comm) as graph, graph.record():
                 comm.allreduce(array)
+            comm.synchronize()
+
+        return act
+
+    def runner(self) -> Act:
+        """A recording with a break by a runner, and its replay."""
+        array, comm, pause = mine(), self.open(), eager_break(lambda: None)
+
+        def model(given: Any) -> Any:
+            result = comm.allreduce(given)
+            pause()
+            return comm.allreduce(result)
+
+        def act() -> None:
+            run = GraphRunner(model, comm)
+            for _ in range(2):
+                with forward_context(1):
+                    run(array)
             comm.synchronize()
 
         return act
@@ -161,15 +208,12 @@ class Communicators:
 
     def starting(self) -> Act:
         self.close()
-
-        def act() -> None:
-            self.comm = Communicator(timeout=options.timeout)
-
-        return act
+        return self.make
 
 
-HOST = ("call", "cached", "list", "expression", "norm", "recover", "closing", "starting")
-SIMULATED = (*HOST, "record", "replay", "ending", "suspend", "resume")
+SPLITS = "allgather", "reduce_scatter", "broadcast", "split_list"
+HOST = ("call", "cached", "list", "expression", "norm", *SPLITS, "recover", "closing", "starting")
+SIMULATED = (*HOST, "record", "runner", "replay", "ending", "suspend", "resume")
 
 
 def held() -> dict[str, int]:
@@ -178,7 +222,7 @@ def held() -> dict[str, int]:
     found = {"descriptors": len(os.listdir("/proc/self/fd")), "communicators": len(process.live)}
     if not options.host:
         library.get_default_memory_pool().free_all_blocks()
-        found |= driver.leaks()
+        found |= driver.leaks() | {"uses of NCCL's communicators behind their end": len(nccl.ghosts)}
     return found
 
 

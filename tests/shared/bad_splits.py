@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ipcreduce import RankMismatchError
+from ipcreduce.texts import shown
 from tests.shared.bad_call_table import (
     UNREADABLE,
     OddIndex,
@@ -39,15 +40,16 @@ def broadcast(module: Any, comm: Any, shape: Any = 6, root: Any = 0, dtype: Any 
     return comm.broadcast(mine(module, comm, shape, dtype), root)
 
 
+HUGE = 10**5000  # of more digits than Python prints
 CALLS: dict[str, Any] = {"all-gather": gather, "reduce-scatter": scatter, "broadcast": broadcast}
 
 
 def bad_axes() -> Iterator[Row]:
     for name in ("all-gather", "reduce-scatter"):
         make = CALLS[name]
-        for axis in (True, np.True_, 0.0, "0", None, (0,)):
+        for axis in (True, np.True_, 0.0, "0", None, (0,), HUGE):
             call = lambda m, c, make=make, axis=axis: make(m, c, axis=axis)  # noqa: E731
-            yield Row(f"{name}: axis {axis!r}", call, ("axis is ", ". Pass an int"))
+            yield Row(f"{name}: axis {shown(axis)}", call, ("axis is ", ". Pass an int"))
         for kind, (odd, text) in ODD_NUMBERS.items():
             call = lambda m, c, make=make, odd=odd: make(m, c, axis=odd())  # noqa: E731
             yield Row(f"{name}: axis {kind}", call, ("axis is a", "which cannot be read (", text))
@@ -69,9 +71,10 @@ def bad_sizes() -> Iterator[Row]:
             (dict.fromkeys(range(N), 6), f"Pass {N} ints"),
             ([*[6] * (N - 1), -6], "Pass lengths of 0 or more"), ([6.0] * N, "a member of sizes is 6.0. Pass an int"),
             ([True] * N, "a member of sizes is True. Pass an int"), ([None] * N, "a member of sizes is None"),
+            ([6] * (N - 1) + [1 << 62], f"a member of sizes is {1 << 62}. Pass"), (HUGE, "sizes is int. Pass"),
         ):  # fmt: skip
             call = lambda m, c, make=CALLS[name], sizes=sizes: make(m, c, sizes=sizes)  # noqa: E731
-            yield Row(f"{name}: sizes {sizes}", call, ("sizes", found))
+            yield Row(f"{name}: sizes {shown(sizes) if sizes is HUGE else sizes}", call, ("sizes", found))
         odd_lists = UNREADABLE | {"an odd list": (lambda: OddList([6] * N), "no member today")}
         for kind, (odd, text) in odd_lists.items():
             call = lambda m, c, make=CALLS[name], odd=odd: make(m, c, sizes=odd())  # noqa: E731
@@ -217,9 +220,9 @@ def bad_arrays() -> Iterator[Row]:
     for kind, (odd, text) in ODD_NUMBERS.items():
         call = lambda m, c, odd=odd: broadcast(m, c, root=odd())  # noqa: E731
         yield Row(f"broadcast: root {kind}", call, ("root is a", "which cannot be read (", text))
-    for root in (True, 0.0, "0", None):
+    for root in (True, 0.0, "0", None, HUGE):
         call = lambda m, c, root=root: broadcast(m, c, root=root)  # noqa: E731
-        yield Row(f"broadcast: root {root!r}", call, ("root is ", "Pass an int"))
+        yield Row(f"broadcast: root {shown(root)}", call, ("root is ", "Pass an int"))
     elsewhere = lambda c: (c.rank + 1) % N  # noqa: E731
     frozen = lambda m, c: c.broadcast(np.frombuffer(bytes(24), "f4"), elsewhere(c))  # noqa: E731
     yield Row("broadcast: read-only", frozen, ("array cannot be written",), who=("one",), on="host")

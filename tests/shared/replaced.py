@@ -16,6 +16,7 @@ import queue
 import random  # noqa: F401
 import select
 import selectors
+import signal
 import socket
 import sys
 import tempfile  # noqa: F401
@@ -54,7 +55,7 @@ def replace() -> None:
     for module, names in (
         (_thread, ("start_new_thread",)), (queue, ("SimpleQueue",)), (selectors, ("DefaultSelector",)),
         (threading, ("_start_new_thread", "_start_joinable_thread", "Lock", "RLock", "Event")),
-        (socket, ("socket", "create_server")),
+        (socket, ("socket", "create_server")), (signal, ("signal", "getsignal")),
     ):  # fmt: skip
         for name in names:
             if hasattr(module, name):

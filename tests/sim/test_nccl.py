@@ -26,6 +26,7 @@ def test_faults(hold: Hold) -> None:
         "nccl_mismatches_unseen_at_first",
         "nccl_calls_that_wait_on_the_host",
         "nccl_start_up_that_hangs",
+        "interrupted_start_up",
     )
 
 

@@ -364,6 +364,25 @@ def test_a_nested_call_in_one_that_fails_is_told_behind_the_meeting(ranks: list[
     told_and_made(ranks, "raised an error (UnsupportedError: rank 0, call 2: this call was made", call=3)
 
 
+@pytest.mark.parametrize("how", ["usual", "fast"])
+@pytest.mark.parametrize("then", [Rank.host, lambda rank: rank.calls.recover()])
+def test_a_failure_that_could_not_be_told_is_told_later(
+    ranks: list[Rank], how: str, then: Callable[[Rank], Any], monkeypatch: pytest.MonkeyPatch
+):
+    """As another Ctrl-C came, or the stack had no room left. The others may wait in that call."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks[0].calls, "fail", lambda error: fail(RecursionError()))
+        _, made = nested_in(ranks[0], how, [], KeyboardInterrupt())
+    assert type(made) is RecursionError
+
+    def go(rank: Rank) -> None:
+        if rank is not ranks[0]:
+            raised_by(rank, PeerFailedError, r"in call 1, rank 0 raised an error \(KeyboardInterrupt\)", Rank.host)
+        then(rank)
+
+    together(ranks, go)
+
+
 def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
     """In the vote at the end of a recording, say, for which this thread has no call under way."""
 

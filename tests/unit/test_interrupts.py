@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import signal
+import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ipcreduce import interrupts
+from ipcreduce.cuda import driver, streams
 from ipcreduce.interrupts import uninterrupted
+from tests.interrupts.points import Points
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +108,7 @@ def test_another_thread_leaves_the_handler_alone():
 
 def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
     """Its handler may raise behind the line that has replaced the handler of Ctrl-C."""
-    replace = signal.signal
+    replace = interrupts.signal.signal
 
     def terminated(number: int, handler: Any) -> Any:
         before = replace(number, handler)
@@ -109,7 +116,7 @@ def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
             raise SystemExit
         return before
 
-    monkeypatch.setattr(signal, "signal", terminated)
+    monkeypatch.setattr(interrupts.signal, "signal", terminated)
     with pytest.raises(SystemExit), uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -117,7 +124,7 @@ def test_another_signal_at_its_beginning(monkeypatch: pytest.MonkeyPatch):
 
 def test_another_signal_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch):
     """Its handler may raise before Ctrl-C's is in its place again."""
-    replace, fired = signal.signal, []
+    replace, fired = interrupts.signal.signal, []
 
     def terminated(number: int, handler: Any) -> Any:
         if handler is signal.default_int_handler and not fired:
@@ -125,7 +132,27 @@ def test_another_signal_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch):
             raise SystemExit
         return replace(number, handler)
 
-    monkeypatch.setattr(signal, "signal", terminated)
+    monkeypatch.setattr(interrupts.signal, "signal", terminated)
     with pytest.raises(SystemExit), uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_wait_of_streams_leaves_no_event(monkeypatch: pytest.MonkeyPatch):
+    """At whatever place it is interrupted. The stand-ins for the driver are C functions, as the bindings' are."""
+
+    def trial(points: Points) -> Points:
+        made, freed, done = iter([(0, 7)]), iter([(0,)]), struct.Struct(">3h").pack  # results begin with 0: success
+        monkeypatch.setattr(driver, "_bindings", SimpleNamespace(
+            cuEventCreate=partial(next, made), cuEventRecord=partial(done, 0), cuStreamWaitEvent=done,
+            cuEventDestroy=partial(next, freed),
+        ))  # fmt: skip
+        with suppress(KeyboardInterrupt):
+            points.run(partial(streams.let_wait, 1, 2))
+        assert freed.__length_hint__() == made.__length_hint__()
+        return points
+
+    places = trial(Points()).seen
+    assert len(places) > 5
+    for key in places:
+        assert trial(Points(key)).fired

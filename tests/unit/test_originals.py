@@ -19,11 +19,12 @@ from tests.shared import replaced
 {}
 from ipcreduce import clock, originals
 from ipcreduce.device import background
+from ipcreduce.interrupts import uninterrupted
 from ipcreduce.page import watchdog
 before = clock.now()
 originals.time.sleep(1e-3)
 assert before < clock.now() and originals.select.epoll().poll(0) == []
-with originals.RLock(), originals.Lock(), originals.Socket() as listener:
+with originals.RLock(), originals.Lock(), uninterrupted(), originals.Socket() as listener:
     listener.bind(("127.0.0.1", 0))
     listener.listen(1)
     with originals.Socket() as guest:

@@ -23,7 +23,9 @@ from ipcreduce.device.background import Job
 from ipcreduce.dtypes import DTYPES, OPS, reduce
 from ipcreduce.nccl import backend as nccl_backend
 from ipcreduce.nccl import guard, join, library
+from ipcreduce.nccl.backend import NcclBackend
 from ipcreduce.page.flight_recorder import FlightRecorder
+from ipcreduce.ranks import connections
 from tests.shared import clock
 from tests.shared.bounds import LONG, late, no_hang, until
 from tests.sim.scenarios import WORLD
@@ -309,6 +311,28 @@ def nccl_start_up_that_hangs() -> None:
         over.set()
     assert len(waits) == 1, waits
     assert waits[0] <= half, "the first sum has no deadline of its own"
+    with pretended_hosts(2), Communicator() as comm:
+        works(comm)
+
+
+def interrupted_start_up() -> None:
+    """Ctrl-C ends at once a step of start-up in which a rank waits for the others, and they hear of it."""
+    for owner, name in ((connections._Meeting, "hold"), (NcclBackend, "join"), (NcclBackend, "watch")):
+        usual, went_on, said = getattr(owner, name), [], ""
+
+        def interrupted(*given: Any, usual: Any = usual, went_on: list[str] = went_on) -> Any:
+            result = usual(*given)
+            signal.raise_signal(signal.SIGINT)
+            went_on.append("to the end")
+            return result
+
+        with pretended_hosts(2), mock.patch.object(owner, name, interrupted) if RANK == LAST else nullcontext():
+            try:
+                Communicator()
+            except (KeyboardInterrupt, errors.PeerFailedError) as error:
+                said = repr(error)
+        assert "KeyboardInterrupt" in said
+        assert not went_on
     with pretended_hosts(2), Communicator() as comm:
         works(comm)
 
@@ -600,7 +624,7 @@ def other_work_behind_a_call() -> None:
 SCENARIOS: list[Any] = [
     nccl_recordings_across_an_abort, other_work_behind_a_call, nccl_replays_of_others,
     nccl_mismatches_unseen_at_first, nccl_calls_that_wait_on_the_host, nccl_start_up_that_hangs, dropped_with_a_call,
-    killed_joining_anew, nccl_repeated_call_that_is_late,
+    killed_joining_anew, nccl_repeated_call_that_is_late, interrupted_start_up,
     nccl_is_chosen, without_p2p, without_the_binding, nccl_results, nccl_refusals, nccl_mismatches, nccl_timeouts,
     nccl_graphs, nccl_exception_in_capture, nccl_threads_and_streams, nccls_own_errors, nccl_closes_in_time,
     killed_over_nccl,

@@ -287,7 +287,7 @@ class Manager:
 
 
 @pytest.fixture
-def vllm(fusion: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm(fusion: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Stand-ins for what the pass and the plug-in take of vLLM; its group has our all-reduce."""
     all_reduce = importlib.import_module("ipcreduce.serving.all_reduce")
     comm = object.__new__(all_reduce.ServingAllReduce)
@@ -311,7 +311,8 @@ def vllm(fusion: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "ipcreduce.serving.passes", raising=False)
     passes = importlib.import_module("ipcreduce.serving.passes")
     sys.modules.pop("ipcreduce.serving.passes")
-    return types.SimpleNamespace(passes=passes, comm=comm, group=group, config=config)
+    yield types.SimpleNamespace(passes=passes, comm=comm, group=group, config=config)
+    comm._tell.detach()  # else it logs its end within another test, when it is collected
 
 
 def configured(vllm: Any, **settings: bool) -> Any:

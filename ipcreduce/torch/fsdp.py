@@ -45,6 +45,7 @@ class FSDPAllGather(_Comm):
 
     :param comm: a communicator of the ranks of the model's process group, in their order.
     :param sms: the most blocks of a call, as for :meth:`Communicator.allreduce`; None for as many as are fastest alone.
+        With None give both classes one communicator: kernels of two, which each fill a GPU, can wait for each other.
     """
 
     def __call__(
@@ -66,6 +67,7 @@ class FSDPReduceScatter(_Comm):
 
     :param comm: a communicator of the ranks of the model's process group, in their order.
     :param sms: the most blocks of a call, as for :meth:`Communicator.allreduce`; None for as many as are fastest alone.
+        With None give both classes one communicator: kernels of two, which each fill a GPU, can wait for each other.
     """
 
     def __call__(

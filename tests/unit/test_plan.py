@@ -500,7 +500,7 @@ def test_the_numbers_of_tiles_are_those_of_the_kernels():
 
 def test_gpus_without_bulk_copies_have_no_area():
     options = SimpleNamespace(workspace=128 * MB, algorithm=None)
-    for capability, kilobytes, area in (((8, 9), 99, 0), ((9, 0), 227, 32 * MB), ((12, 0), 99, 0)):
+    for capability, kilobytes, area in (((8, 9), 227, 0), ((9, 0), 227, 32 * MB), ((12, 0), 99, 0)):
         devices = np.array(
             [((9, 0), 227 * KB), (capability, kilobytes * KB)], [("capability", "<u4", 2), ("shared_bytes", "<u4")]
         )

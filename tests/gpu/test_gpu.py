@@ -85,9 +85,7 @@ def test_pages_that_bring_people_over(mpirun: Run) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 def test_gradients(mpirun: Run) -> None:
-    scenarios = "bits", "unsynchronised", "unused", "static", "as_without", "failures", "left", "groups"
-    output = mpirun("tests/mpi/ddp_worker.py", 2, *scenarios, timeout=300).stdout
-    assert all(f"{scenario}: right" in output for scenario in scenarios), output
+    assert "8 scenarios, all right" in mpirun("tests/mpi/ddp_worker.py", 2, timeout=300).stdout
 
 
 @pytest.mark.skipif(bool(sanitizers.missing()), reason=sanitizers.missing())

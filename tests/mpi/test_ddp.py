@@ -14,14 +14,13 @@ from tests.tools import machine
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
-SCENARIOS = ("bits", "unsynchronised", "unused", "static", "as_without", "failures", "left", "groups")
 HOST = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.mark.parametrize(("n", "names"), [(1, SCENARIOS), (2, SCENARIOS), (4, ("bits", "as_without"))])
+@pytest.mark.parametrize(("n", "names"), [(1, ()), (2, ()), (4, ("bits", "as_without"))])
 def test_hook(mpirun: Callable, n: int, names: tuple[str, ...]):
     output = mpirun("tests/mpi/ddp_worker.py", n, *names, env=HOST).stdout
-    assert all(f"{scenario}: right" in output for scenario in names), output
+    assert f"{len(names) or 8} scenarios, all right" in output
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -1,4 +1,4 @@
-"""The operators of PyTorch on CPU tensors. What the ranks do is in torch_ops_worker.py and in torch_norms_worker.py."""
+"""The operators of PyTorch on CPU tensors. What the ranks do is in the workers of torch_*.py."""
 
 from __future__ import annotations
 
@@ -13,36 +13,18 @@ from tests.tools import machine
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
-SCENARIOS = (
-    "results", "gradients", "in_place", "in_place_gradients", "forward_mode", "transforms", "traced", "without_memory",
-    "names", "checks_of_pytorch", "compiled", "compiled_training", "exported",
-)  # fmt: skip
 
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_operators(mpirun: Callable, n: int):
-    output = mpirun("tests/mpi/torch_ops_worker.py", n, *SCENARIOS, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
-    assert all(f"{scenario}: right" in output for scenario in SCENARIOS), output
-
-
-NORMS = (
-    "results", "quantised", "differentiated", "changed", "wrong", "checks_of_pytorch", "compiled", "traced",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_norms(mpirun: Callable, n: int):
-    output = mpirun("tests/mpi/torch_norms_worker.py", n, *NORMS, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
-    assert all(f"{check}: right" in output for check in NORMS), output
-
-
-SPLITS = "results", "gradients", "transforms", "compiled", "checks_of_pytorch", "fsdp_refuses"
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_splits(mpirun: Callable, n: int):
-    output = mpirun("tests/mpi/torch_splits_worker.py", n, *SPLITS, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
-    assert all(f"{scenario}: right" in output for scenario in SPLITS), output
+@pytest.mark.parametrize(
+    ("worker", "n", "count"),
+    [
+        *(("torch_ops_worker", n, 13) for n in (1, 2)),
+        *(("torch_norms_worker", n, 8) for n in (1, 2)),
+        *(("torch_splits_worker", n, 6) for n in (1, 2, 3)),
+    ],
+)
+def test_operators(mpirun: Callable, worker: str, n: int, count: int):
+    output = mpirun(f"tests/mpi/{worker}.py", n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert f"{count} scenarios, all right" in output
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -26,16 +26,19 @@ def run(main: Callable[[], object]) -> None:
 
 
 def play(scenarios: Iterable[Callable[..., object]], names: Iterable[str], *given: object) -> None:
-    """On every rank: run the scenarios of these names, one behind the other, each with these arguments."""
+    """On every rank: run the scenarios of these names, or all, one behind the other, each with these arguments."""
     from tests.shared.world import WORLD
 
     known = {scenario.__name__: scenario for scenario in scenarios}
-    for name in names:
+    chosen = [*names] or [*known]
+    for name in chosen:
         started = time.monotonic()
         known[name](*given)
         WORLD.Barrier()
         if WORLD.rank == 0:
             print(f"{name}: right, {time.monotonic() - started:.1f} s", flush=True)
+    if WORLD.rank == 0:
+        print(f"{len(chosen)} scenarios, all right", flush=True)
 
 
 def show() -> None:

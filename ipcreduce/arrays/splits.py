@@ -107,9 +107,8 @@ class SplitArguments(NamedTuple):
         if sizes is not None:
             with reading("sizes", sizes):
                 if not isinstance(sizes, (list, tuple, np.ndarray)) or len(sizes) != self.n:
-                    raise ArgumentError(
-                        f"sizes is {shown(sizes)}. Pass {self.n} ints, the length of each rank's part along axis"
-                    )
+                    given = f"has {len(sizes)} members" if isinstance(sizes, (list, tuple)) else f"is {shown(sizes)}"
+                    raise ArgumentError(f"sizes {given}. Pass {self.n} ints, the length of each rank's part along axis")
                 sizes = tuple(_whole_number(size, "a member of sizes") for size in sizes)
             if min(sizes) < 0:
                 raise ArgumentError(f"sizes is {[*sizes]}. Pass lengths of 0 or more")

@@ -12,8 +12,7 @@ from typing import Any
 from . import torch_runtime
 
 _AUTOGRAD = "AutogradFunctionality"  # PyTorch's name of all dispatch keys of autograd
-_OPERATOR = "torch.ops.ipcreduce.all_reduce or all_reduce_rmsnorm (import ipcreduce.torch)"
-_WITH_GRADIENT = "torch.ops.ipcreduce.all_reduce (import ipcreduce.torch)"
+_OPERATOR = "the call's operator in torch.ops.ipcreduce, such as all_reduce (import ipcreduce.torch)"
 
 
 def problem(tensor: Any) -> str:
@@ -84,7 +83,7 @@ def _differentiated(tensor: Any) -> str:
     if tensor.requires_grad and torch_runtime.torch.is_grad_enabled():
         return (
             "is a tensor that requires grad, and a call has no gradient. Pass tensor.detach(), call within "
-            f"torch.no_grad(), or use {_WITH_GRADIENT}, which has a gradient"
+            f"torch.no_grad(), or use {_OPERATOR}, which has a gradient"
         )
     duals = torch_runtime.duals
     if duals._current_level < 0 or torch_runtime.torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
@@ -93,5 +92,5 @@ def _differentiated(tensor: Any) -> str:
         return ""
     return (
         "is a tensor with a forward-mode derivative, which a call would lose. Pass tensor.detach(), or use "
-        f"{_WITH_GRADIENT}, which takes the derivative along"
+        f"{_OPERATOR}, which takes the derivative along"
     )

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
-OPERATOR = "se torch.ops.ipcreduce.all_reduce or all_reduce_rmsnorm (import ipcreduce.torch)"
+OPERATOR = "se the call's operator in torch.ops.ipcreduce, such as all_reduce (import ipcreduce.torch)"
 
 
 @contextlib.contextmanager

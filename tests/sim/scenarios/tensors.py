@@ -188,7 +188,7 @@ def not_to_be_read() -> list[tuple[Any, str]]:
     zero, part, transformed = Tensor(array), Tensor(array), Tensor(array)
     zero.nowhere, part.nowhere = 0, 8  # what is behind the start of no memory has an address
     transformed.is_transformed = True
-    operator = "se torch.ops.ipcreduce.all_reduce or all_reduce_rmsnorm (import ipcreduce.torch)"
+    operator = "se the call's operator in torch.ops.ipcreduce, such as all_reduce (import ipcreduce.torch)"
     return [
         (zero, "Pass tensor.clone()"),
         (part, "Pass tensor.clone()"),
@@ -263,7 +263,7 @@ def where_a_result_would_be_lost() -> None:
     """In a trace, and with a derivative, calls are refused, also those that are cached by now."""
     source, out, array = Tensor(array_of(RANK + 1)), Tensor(array_of(0)), array_of(RANK + 1)
     dual = torch.make_dual(source, source)
-    operator = "torch.ops.ipcreduce.all_reduce"
+    operator = "torch.ops.ipcreduce"
     with Communicator() as comm, torch.imported():
         for within, words in (
             (torch.jit_trace, "torch.jit.trace, which would take the result for a constant"),

@@ -89,9 +89,9 @@ def bad_sizes() -> Iterator[Row]:
     if N > 1:
         words = (f"array has length {N + 1} along axis 1, which {N} ranks do not divide. Pass sizes=, the length",)
         yield Row("reduce-scatter: no equal parts", lambda m, c: scatter(m, c, shape=(N, N + 1), axis=1), words)
-        huge = [1 << 62 if rank == (WORLD.rank + 1) % N else 6 for rank in range(N)]
-        words = (f"the whole array would have shape ({sum(huge)},), which no memory holds. Pass shorter parts",)
-        yield Row("all-gather: sizes beyond memory", lambda m, c: gather(m, c, sizes=huge), words)
+        huge, shape = [1 << 46 if rank == (WORLD.rank + 1) % N else 6 for rank in range(N)], (6, 0, 1 << 20)
+        words = (f"the whole array would have shape {(sum(huge), *shape[1:])}, which no memory holds. Pass shorter",)
+        yield Row("all-gather: sizes beyond memory", lambda m, c: gather(m, c, shape, sizes=huge), words)
     words = (f"member 1 of the list: array has length 5 along axis 0, but sizes={[6] * N}",)
     yield Row(
         "all-gather: a member of another length",

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import clock
 from ..errors import ArgumentError, PeerLostError, UnsupportedError, report
-from ..logs import INFO, log
+from ..logs import INFO, WARNING, log
 from ..originals import Thread
 from ..texts import described, shown, text_of, whole
 from . import exchange, launchers, mpi
@@ -56,7 +56,8 @@ def of(group: Any) -> exchange.Ranks:
     :raises ArgumentError: if it is not a group, or if its rank is not between 0 and its size.
     :raises UnsupportedError: if it is a group of MPI, and MPI cannot be used or does not know the launcher's ranks.
     """
-    if group is None:
+    is_given = group is not None
+    if not is_given:
         missing = mpi.why_missing()
         alone = missing and launchers.seems_alone() and not _torch_has_ranks()
         group = _alone(missing) if alone else mpi.require().COMM_WORLD
@@ -73,6 +74,8 @@ def of(group: Any) -> exchange.Ranks:
         ranks = MpiRanks.of(group)
         if group == module.COMM_WORLD:  # any other communicator of one rank is meant to have one
             launchers.check(group)
+            if not is_given and ranks.size == 1:
+                _warn_of_peers()
         return ranks
     if not 0 <= made.rank < made.size <= _MAX_RANKS:
         raise ArgumentError(
@@ -100,7 +103,20 @@ def _alone(missing: str) -> _Alone:
         "all-reduce is a copy",
         missing,
     )
+    _warn_of_peers()
     return _Alone()
+
+
+@cache
+def _warn_of_peers() -> None:
+    """Warn a process of multiprocessing that it is a group of one rank. Its parent may have started others."""
+    module: Any = sys.modules.get("multiprocessing.process")
+    if getattr(module, "parent_process", lambda: None)() is not None:
+        log(
+            WARNING,
+            "multiprocessing has started this process, and without a group it is a group of one rank, in which an "
+            "all-reduce is a copy. If it has peers, pass Communicator an ipcreduce.Group of them",
+        )
 
 
 def _of_object(group: Any) -> GroupRanks:

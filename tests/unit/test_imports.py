@@ -101,6 +101,27 @@ def test_one_process_without_mpi_is_a_world_of_one(subtests: pytest.Subtests):
             assert output.count("no launcher has started this process: it is a group of one rank") == 1
 
 
+def test_processes_of_multiprocessing_are_warned():
+    """Each is a world of its own, and nothing in its environment tells of the others."""
+    child = """
+import multiprocessing
+def run():
+    import ipcreduce
+    ipcreduce.allreduce(1.0), ipcreduce.Communicator()
+    if with_mpi:
+        from mpi4py import MPI
+        ipcreduce.Communicator(MPI.COMM_SELF)
+process = multiprocessing.get_context("fork").Process(target=run)
+process.start(), process.join()
+assert not process.exitcode
+"""
+    for before in (WITHOUT_MPI["no mpi4py"][0] + "with_mpi = False", "with_mpi = True"):
+        logged = "import sys, logging\nlogging.basicConfig(stream=sys.stdout)\n" + before + child
+        assert python(logged, **NO_LAUNCHER).count("multiprocessing has started this process") == 1
+        alone = logged.replace("process.start(), process.join()", "run()").replace("assert not process.exitcode", "")
+        assert "multiprocessing has started" not in python(alone, **NO_LAUNCHER)
+
+
 def test_ranks_without_mpi_are_told_so(subtests: pytest.Subtests):
     """Each would be a world of its own, and its sums would be wrong without a word."""
     before = UNMADE.format(error="RuntimeError")

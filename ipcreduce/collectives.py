@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import habits
-from .arrays.split_call import SplitCall
-from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
+from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall, SplitKey
 from .calls import call_lock
 from .cuda import cupy_runtime
 from .options import checked_sms

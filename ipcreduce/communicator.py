@@ -12,10 +12,9 @@ import numpy as np
 
 from . import habits, process, startup
 from .arrays import lists
-from .arrays.device_norms import NormCall
 from .arrays.lists import ListCall
 from .arrays.maps import Map, MapCall
-from .arrays.norms import FP8
+from .arrays.norms import FP8, NormCall
 from .arrays.plain import PlainCall
 from .calls import call_lock
 from .collectives import Collectives, breaks_trace

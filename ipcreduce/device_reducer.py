@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from .arrays import operands, views
+from .arrays import kinds, operands, views
 from .arrays.operands import DeviceCall, Site
 from .calls.sequence import CallSequence
 from .cuda.contexts import using
@@ -44,7 +44,7 @@ class DeviceReducer:
         check_task()
         site = self._site(backend, given.first, stream)
         with using(backend.context):  # the thread may have another one, or none
-            used: DeviceCall = given.for_device(site)
+            used: DeviceCall = kinds.DEVICE[type(given)](given, site)
             prepared = backend.prepare(used.request)
             addresses = used.place(prepared)
         if site.recorded:

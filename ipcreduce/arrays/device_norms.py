@@ -1,4 +1,4 @@
-"""The call with RMSNorm, and its arrays on a GPU, brought into the form in which kernels take them."""
+"""The arrays of a call with RMSNorm on a GPU, brought into the form in which kernels take them."""
 
 from __future__ import annotations
 
@@ -14,46 +14,17 @@ from ..cuda import cupy_runtime, torch_runtime
 from ..dtypes import FLOAT8
 from ..errors import ArgumentError
 from . import norms, views
-from .host_norms import HostNorm
-from .lists import check_streams
-from .norms import NormArguments
+from .norms import NormCall
 from .operands import PreparedCall, Site, Written, check_device
 
 _BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 _OF_X = "x", "weight", "residual", "out", "residual_out"
 
 
-class NormCall(NormArguments):
-    """The arguments of ``allreduce_rmsnorm``, as the program gave them."""
-
-    __slots__ = ()
-
-    @property
-    def first(self) -> Any:
-        """The array whose library decides the current stream."""
-        return self.x
-
-    def on_device(self) -> bool:
-        """True if all arrays lie on a GPU, False if all lie on the host. :func:`norms.on_device` has the errors."""
-        return norms.on_device(self)
-
-    def check_streams(self) -> None:
-        """Check that the arrays' libraries have one current stream. :raises ArgumentError: if not."""
-        check_streams([*self.arrays().values()], "the arguments are")
-
-    def for_device(self, site: Site) -> DeviceNorm:
-        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
-        return DeviceNorm(self, site)
-
-    def for_host(self) -> HostNorm:
-        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
-        return HostNorm(self)
-
-
 class DeviceNorm:
     """The device arrays of an all-reduce with RMSNorm, checked: a :class:`DeviceCall`. ``results``: by argument."""
 
-    def __init__(self, given: NormArguments, site: Site) -> None:
+    def __init__(self, given: NormCall, site: Site) -> None:
         self._given, self._stream, self._device, self._ordered = given, site.stream, site.device, not site.recorded
         self._site, stream, device, ordered = site, site.stream, site.device, not site.recorded
         self.given: Sequence[Any] = [*given.arrays().values()]

@@ -14,13 +14,13 @@ from ..errors import ArgumentError, naming_member
 from . import views
 from .lists import check_apart
 from .operands import PreparedCall, Site, Written, check_device, check_own_elements, check_writable, new_result
-from .splits import BROADCAST, GATHER, SplitArguments, Splitting, check_output, readable
+from .splits import BROADCAST, GATHER, SplitCall, Splitting, check_output, readable
 
 
 class DeviceSplit:
     """The device arrays of an all-gather, reduce-scatter or broadcast, checked. It is a :class:`DeviceCall`."""
 
-    def __init__(self, given: SplitArguments, site: Site) -> None:
+    def __init__(self, given: SplitCall, site: Site) -> None:
         self._call, self._site = given, site
         splitting = given.checked()
         self._split = splitting.split
@@ -79,7 +79,7 @@ class _Array:
     :ivar whole: the shape of the whole array. :ivar result: what the call returns for it.
     """
 
-    def __init__(self, call: SplitArguments, splitting: Splitting, array: Any, out: Any, site: Site) -> None:
+    def __init__(self, call: SplitCall, splitting: Splitting, array: Any, out: Any, site: Site) -> None:
         self._call, self._site = call, site
         moved, self._dtype = readable(call, array)
         source = views.view(moved, site.stream, not site.recorded)
@@ -99,7 +99,7 @@ class _Array:
         self.source, self.destination = source, self.target
         self._packed = False
 
-    def _take_in_place(self, call: SplitArguments, array: Any, source: Any) -> None:
+    def _take_in_place(self, call: SplitCall, array: Any, source: Any) -> None:
         self.target, self.result = source, array
         if call.rank != self.splitting.split.root:
             check_writable(array, array, "array")

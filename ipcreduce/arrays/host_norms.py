@@ -13,14 +13,14 @@ from ..cuda import torch_runtime
 from ..dtypes import FLOAT8
 from . import norms
 from .host_operands import Array, Part, as_numpy
-from .norms import NormArguments
+from .norms import NormCall
 from .rmsnorm import normalise
 
 
 class HostNorm:
     """The host arrays of an all-reduce with RMSNorm, checked. Nothing is written before :meth:`result`."""
 
-    def __init__(self, given: NormArguments) -> None:
+    def __init__(self, given: NormCall) -> None:
         self._given = given
         arrays = given.arrays()
         if "quant_out" in arrays:

@@ -16,13 +16,13 @@ from . import views
 from .host_operands import Array, as_numpy
 from .lists import check_apart
 from .operands import check_own_elements, check_writable
-from .splits import BROADCAST, GATHER, SCATTER, SplitArguments, Splitting, check_output, is_simple, readable
+from .splits import BROADCAST, GATHER, SCATTER, SplitCall, Splitting, check_output, is_simple, readable
 
 
 class HostSplit:
     """The host arrays of an all-gather, reduce-scatter or broadcast, and their outputs, checked."""
 
-    def __init__(self, given: SplitArguments) -> None:
+    def __init__(self, given: SplitCall) -> None:
         self._call, splitting = given, given.checked()
         self.arrays: list[HostSplitArray] = []
         for index, (array, out) in enumerate(zip(given.arrays, given.outputs, strict=True)):
@@ -64,7 +64,7 @@ class HostSplitArray:
     :ivar reduced: the dtype as which it is exchanged. See :class:`SplitParts` for the others.
     """
 
-    def __init__(self, call: SplitArguments, splitting: Splitting, array: Any, out: Any) -> None:
+    def __init__(self, call: SplitCall, splitting: Splitting, array: Any, out: Any) -> None:
         self._collective, self._call, self._array, self._out = call.collective, call, array, out
         self.root = splitting.split.root if call.collective == BROADCAST else None
         gathers = call.collective == GATHER
@@ -166,7 +166,7 @@ class CachedSplit:
     :ivar fingerprint: of each of these calls, by which the ranks compare it.
     """
 
-    def __init__(self, given: SplitArguments, one: HostSplitArray, fingerprint: Fingerprint, rows: Rows) -> None:
+    def __init__(self, given: SplitCall, one: HostSplitArray, fingerprint: Fingerprint, rows: Rows) -> None:
         self.fingerprint, self._rank, self._n = fingerprint, given.rank, given.n
         self._op, self._root, self._reduced, self._dtype = one.op, one.root, one.reduced, one.source.dtype
         self._shape = one.whole if given.collective == GATHER else one.part
@@ -174,7 +174,7 @@ class CachedSplit:
         self._places = [slice(*ends) for ends in pairwise(firsts)]  # of the parts, in a whole array
 
     @staticmethod
-    def of(given: SplitArguments, used: HostSplit) -> CachedSplit | None:
+    def of(given: SplitCall, used: HostSplit) -> CachedSplit | None:
         """The call as one that may come again; None if it is not of such an array, or if its parts have gaps."""
         split, array = used.request.split, given.array
         if type(array) is not np.ndarray or not array.ndim or split is None or not is_simple(given.key):
@@ -207,7 +207,7 @@ class CachedSplit:
         return same and bool(out.flags.carray)  # contiguous, aligned and writable
 
 
-def _nothing(given: SplitArguments) -> HostSplitArray:
+def _nothing(given: SplitCall) -> HostSplitArray:
     """An exchange without data, by which a call on an empty list waits for the ranks."""
     none = given._replace(array=np.empty(0, np.uint8), key=(BROADCAST, None, 0, None, 0, None))
     return HostSplitArray(none, none.checked(), none.array, None)

@@ -120,14 +120,6 @@ class ListCall(NamedTuple):
         """Check that the members' libraries have one current stream. :raises ArgumentError: if not."""
         check_streams(self.arrays)
 
-    def for_device(self, site: Site) -> DeviceList:
-        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
-        return DeviceList(self, site)
-
-    def for_host(self) -> HostList:
-        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
-        return HostList(self)
-
 
 class DeviceList:
     """The device arrays of an all-reduce of a list, and their outputs, checked. It is a :class:`DeviceCall`."""

@@ -204,14 +204,6 @@ class MapCall(NamedTuple):
     def check_streams(self) -> None:
         """Do nothing: the call runs on the current stream of the array's library."""
 
-    def for_device(self, site: Site) -> DeviceMap:
-        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
-        return DeviceMap(self, site)
-
-    def for_host(self) -> HostMap:
-        """Take it as a call on the host. :raises IpcReduceError: if an argument is wrong, or a function is missing."""
-        return HostMap(self)
-
 
 class DeviceMap:
     """The device arrays of an all-reduce with an expression, checked. It is a :class:`DeviceCall`."""

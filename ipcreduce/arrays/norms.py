@@ -16,7 +16,7 @@ from ..calls.request import GROUP, ITEMSIZES, NormShape
 from ..dtypes import DTYPES, FLOAT8
 from ..errors import ArgumentError, reading
 from ..texts import kind_of, shown
-from . import views
+from . import lists, views
 from .operands import check_own_elements, check_writable
 
 _IN_PLACE = {"out": "x", "residual_out": "residual"}  # an output, and the input that it may be
@@ -78,8 +78,8 @@ class FP8:
 _SCALES = {None: "given", "token": "token", GROUP: "group"}  # by FP8.per, the words of NormShape
 
 
-class NormArguments(NamedTuple):
-    """The arguments of ``allreduce_rmsnorm``, as they are given."""
+class NormCall(NamedTuple):
+    """The arguments of ``allreduce_rmsnorm``, as the program gave them."""
 
     x: Any
     weight: Any
@@ -108,8 +108,21 @@ class NormArguments(NamedTuple):
                 given[name] = array
         return given
 
+    @property
+    def first(self) -> Any:
+        """The array whose library decides the current stream."""
+        return self.x
 
-def on_device(given: NormArguments) -> bool:
+    def on_device(self) -> bool:
+        """True if all arrays lie on a GPU, False if all lie on the host. :func:`on_device` has the errors."""
+        return on_device(self)
+
+    def check_streams(self) -> None:
+        """Check that the arrays' libraries have one current stream. :raises ArgumentError: if not."""
+        lists.check_streams([*self.arrays().values()], "the arguments are")
+
+
+def on_device(given: NormCall) -> bool:
     """True if all arrays lie on a GPU, False if all lie on the host.
 
     :raises ArgumentError: if an argument is no array, or if some lie on a GPU and some on the host; or if ``quantize``
@@ -135,7 +148,7 @@ def on_device(given: NormArguments) -> bool:
     return places["x"]
 
 
-def shape_of(given: NormArguments, x: Any) -> NormShape:
+def shape_of(given: NormCall, x: Any) -> NormShape:
     """The part of a call that the ranks compare, from the arguments and the array ``x``, of CuPy or NumPy.
 
     :raises ArgumentError: if x cannot be normalised, or a number is wrong.
@@ -221,7 +234,7 @@ def check(shape: NormShape, arrays: Mapping[str, Any]) -> None:
     _check_apart(arrays)
 
 
-def check_outputs(given: NormArguments, arrays: Mapping[str, Any]) -> None:
+def check_outputs(given: NormCall, arrays: Mapping[str, Any]) -> None:
     """Check that the outputs can be written. :raises ArgumentError: if one is read-only, or repeats its elements."""
     for name in OUTPUTS:
         if name in arrays:

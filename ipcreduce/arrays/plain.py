@@ -33,14 +33,6 @@ class PlainCall(NamedTuple):
     def check_streams(self) -> None:
         """Do nothing: one array has one current stream."""
 
-    def for_device(self, site: Site) -> DevicePlain:
-        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
-        return DevicePlain(self, site)
-
-    def for_host(self) -> HostPlain:
-        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
-        return HostPlain(self)
-
 
 class DevicePlain:
     """One device array of an all-reduce, and its output, checked. It is a :class:`DeviceCall`."""

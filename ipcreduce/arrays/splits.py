@@ -37,7 +37,7 @@ def is_simple(key: SplitKey) -> bool:
     )
 
 
-class SplitArguments(NamedTuple):
+class SplitCall(NamedTuple):
     """The arguments, as the program gave them. :ivar rank: this process's, of ``n`` ranks."""
 
     array: Any
@@ -195,13 +195,13 @@ class Splitting(NamedTuple):
         return (*(slice(None),) * axis, slice(begin, begin + lengths[rank]))
 
 
-def readable(call: SplitArguments, array: Any) -> tuple[Any, str]:
+def readable(call: SplitCall, array: Any) -> tuple[Any, str]:
     """The array to read, and its dtype's name; "" for that of its view. PyTorch's floats of 8 bits become bytes."""
     moved = array if call.reduces else torch_runtime.float8_as_bytes(array)
     return moved, "" if moved is array else str(array.dtype).removeprefix("torch.")
 
 
-def check_output(call: SplitArguments, splitting: Splitting, whole: Shape, source: Any, target: Any) -> None:
+def check_output(call: SplitCall, splitting: Splitting, whole: Shape, source: Any, target: Any) -> None:
     """Check the output of an all-gather or a reduce-scatter: its form and its memory.
 
     :param whole: the shape of the whole array. :param target: the array over the memory of the output.

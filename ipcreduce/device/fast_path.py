@@ -10,11 +10,11 @@ from functools import partial
 from sys import modules
 from typing import Any
 
-from ..arrays.device_norms import NormCall
 from ..arrays.lists import ListCall
 from ..arrays.maps import MapCall
+from ..arrays.norms import NormCall
 from ..arrays.plain import PlainCall
-from ..arrays.split_call import SplitCall
+from ..arrays.splits import SplitCall
 from ..calls import call_lock
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, torch_runtime

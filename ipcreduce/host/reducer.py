@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from .. import clock
+from ..arrays import kinds
 from ..arrays.host_operands import Array, HostCall
-from ..arrays.host_splits import CachedSplit, SplitParts
+from ..arrays.host_splits import CachedSplit, HostSplit, SplitParts
 from ..arrays.plain import PlainCall
-from ..arrays.split_call import SplitCall
-from ..arrays.splits import is_simple
+from ..arrays.splits import SplitCall, is_simple
 from ..calls.sequence import CallSequence
 from ..dtypes import DTYPES, OPS
 from ..errors import IpcReduceError, UnsupportedError
@@ -83,7 +83,7 @@ class HostReducer:
             return self._through_memory(self._shared, fingerprint, *given[:3])
         if type(given) is SplitCall:
             return self._call_split(given)
-        used: HostCall = given.for_host()
+        used: HostCall = kinds.HOST[type(given)](given)
         fingerprint = used.request.fingerprint
         self._enter(fingerprint)
         result = used.result([self._exchange(fingerprint, *part) for part in used.parts()])
@@ -103,7 +103,7 @@ class HostReducer:
                 self._enter(known.fingerprint)
                 self._exchange_parts(known.fingerprint, again[0])
                 return again[1]
-        used = given.for_host()
+        used = HostSplit(given)
         fingerprint = used.request.fingerprint
         self._enter(fingerprint)
         for one in used.exchanged:

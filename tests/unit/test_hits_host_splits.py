@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.arrays.host_splits import CachedSplit, SplitParts
-from ipcreduce.arrays.split_call import SplitCall
-from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER
+from ipcreduce.arrays.host_splits import CachedSplit, HostSplit, SplitParts
+from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall
 
 N, RANK = 3, 1
 PART, WHOLE = (2, 4), (6, 4)
@@ -20,7 +19,7 @@ def known_of(array: Any, out: Any, collective: str, axis: Any = 0, root: int = 0
     """What is cached after a call."""
     key = collective, "sum" if collective == SCATTER else None, axis, None, root, None
     given = SplitCall(array, out, key, RANK, N)
-    return CachedSplit.of(given, given.for_host())
+    return CachedSplit.of(given, HostSplit(given))
 
 
 @pytest.mark.parametrize("dtype", ["f4", "i1", "c8", "?"])
@@ -35,7 +34,7 @@ def test_the_parts_are_those_of_a_checked_call(collective: str, dtype: str):
         target = array if collective == BROADCAST else out
         key = collective, "sum" if collective == SCATTER else None, 0, None, root, None
         given = SplitCall(array, target, key, RANK, N)
-        used = given.for_host()
+        used = HostSplit(given)
         calls = CachedSplit.of(given, used)
         assert calls is not None
         assert calls.fingerprint == used.request.fingerprint

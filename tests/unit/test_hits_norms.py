@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.arrays.device_norms import NormCall
-from ipcreduce.arrays.norms import FP8
+from ipcreduce.arrays.norms import FP8, NormCall
 from ipcreduce.calls.addresses import NormAddresses
 from ipcreduce.calls.request import NormShape, with_norm
 from ipcreduce.device import launch_cache

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.arrays.split_call import SplitCall
-from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
+from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall, SplitKey
 from ipcreduce.calls.addresses import pairs_of
 from ipcreduce.calls.request import Member, Moved, Request, Split
 from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime

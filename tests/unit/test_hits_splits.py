@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.arrays.split_call import SplitCall
-from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER, SplitKey
+from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall, SplitKey
 from ipcreduce.calls.request import Member, Moved, Request, Split
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import splits as hits

@@ -15,7 +15,7 @@ from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
 from ..prepared import BoundLaunch, Prepared
 
-_Arguments = Sequence[Any]  # of a call, in the order of NormArguments
+_Arguments = Sequence[Any]  # of a call, in the order of NormCall
 _ARRAYS = 0, 1, 3, 4, 5, 8, 9  # the indices of arrays among the arguments
 _SCALES = 6  # the index of the scales among NormAddresses, in whose order _ARRAYS come
 # By the index of an output there: its name, and the input that it may be.

@@ -203,6 +203,7 @@ def main() -> int:
         "all ranks hold the same weights, bit for bit": len(set(everybodys)) == 1,
     }
     if comm.rank == 0:
+        print("the same in one process, to compare", flush=True)
         with threadpool_limits(threads):
             begin = now()
             in_one = train(images, digits, args.epochs, 0, 1, lambda *_: None, lambda *_: None)

@@ -97,11 +97,12 @@ def set_up(venv: Path, extras: set[str], generation: int, base: str = sys.execut
         return str(python)
     extras |= set(done["extras"]) - {*TEST_EXTRAS.values(), *CUDA_EXTRAS.values()}  # these exclude each other
     print(f"setting up {venv}: {', '.join(sorted(extras))} (the first time takes minutes)", flush=True)
-    own_pip = not run(base, "-c", "import ensurepip", check=False, stderr=subprocess.DEVNULL)  # Debian packs it apart
-    pip = [python, "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", python]
-    if not python.exists():
-        run(base, "-m", "venv", *([] if own_pip else ["--without-pip"]), venv)
-    with heartbeat.told("pip installs the packages"):
+    with heartbeat.told("setting up"):
+        # Debian packs it apart.
+        own_pip = not run(base, "-c", "import ensurepip", check=False, stderr=subprocess.DEVNULL)
+        pip = [python, "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", python]
+        if not python.exists():
+            run(base, "-m", "venv", *([] if own_pip else ["--without-pip"]), venv)
         run(*pip, "install", "--quiet", "--editable", f".[{','.join(sorted(extras))}]")
     stamp.write_text(json.dumps({"source": digest_of_the_install(), "extras": sorted(extras)}))
     return str(python)

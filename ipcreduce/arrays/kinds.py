@@ -16,7 +16,7 @@ from .operands import DeviceCall, Site
 from .plain import DevicePlain, HostPlain, PlainCall
 from .splits import SplitCall
 
-# Each is made of the arguments, and on a GPU of the Site; it raises ArgumentError if one is wrong.
+# Each takes the arguments, and on a GPU also the Site. It raises ArgumentError if an argument is wrong.
 DEVICE: dict[type, Callable[[Any, Site], DeviceCall]] = {
     PlainCall: DevicePlain, ListCall: DeviceList, MapCall: DeviceMap, NormCall: DeviceNorm, SplitCall: DeviceSplit,
 }  # fmt: skip

@@ -19,7 +19,7 @@ from . import lists, views
 from .operands import check_own_elements
 
 GATHER, SCATTER, BROADCAST = "all-gather", "reduce-scatter", "broadcast"
-_LONGEST = 1 << 47  # no array is, on any axis
+_LONGEST = 1 << 47  # more elements than any array has along an axis
 Shape = tuple[int, ...]
 _TOO_MANY_BYTES = 1 << 63  # for an array of any library
 # The arguments of a call but for its arrays, as they are given: the collective, op, axis, sizes, root and sms.
@@ -119,7 +119,7 @@ def _whole_number(value: Any, name: str) -> int:
     with reading(name, value), suppress(TypeError):
         if not isinstance(value, (bool, np.bool_)) and abs(number := operator.index(value)) < _LONGEST:
             return number
-    raise ArgumentError(f"{name} is {shown(value)}. Pass an int, of less than 48 bits")
+    raise ArgumentError(f"{name} is {shown(value)}. Pass an int of at most 47 bits")
 
 
 class Splitting(NamedTuple):

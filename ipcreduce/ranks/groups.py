@@ -56,8 +56,8 @@ def of(group: Any) -> exchange.Ranks:
     :raises ArgumentError: if it is not a group, or if its rank is not between 0 and its size.
     :raises UnsupportedError: if it is a group of MPI, and MPI cannot be used or does not know the launcher's ranks.
     """
-    is_given = group is not None
-    if not is_given:
+    by_default = group is None
+    if by_default:
         missing = mpi.why_missing()
         alone = missing and launchers.seems_alone() and not _torch_has_ranks()
         group = _alone(missing) if alone else mpi.require().COMM_WORLD
@@ -74,7 +74,7 @@ def of(group: Any) -> exchange.Ranks:
         ranks = MpiRanks.of(group)
         if group == module.COMM_WORLD:  # any other communicator of one rank is meant to have one
             launchers.check(group)
-            if not is_given and ranks.size == 1:
+            if by_default and ranks.size == 1:
                 _warn_of_peers()
         return ranks
     if not 0 <= made.rank < made.size <= _MAX_RANKS:

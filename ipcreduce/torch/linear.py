@@ -37,9 +37,10 @@ def define(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], derivative: Callable[..., Any],
     batched: Callable[..., tuple[Any, ...]] = lambda *rest: rest,
 ) -> Any:  # fmt: skip
-    """Define an operator that is linear in its first argument. Forward it is its own derivative.
+    """Define an operator that is linear in its first argument: its forward-mode derivative is the operator itself.
 
-    :param derivative: backward. :param batched: the arguments behind the tensor for a batch of them, along axis 0.
+    :param derivative: the backward one, of the gradient and the arguments after the tensor.
+    :param batched: the arguments after the tensor for a batch of tensors, along axis 0.
     """
     operator = defined(name, schema, kernel, fake)
     defaults = kernel.__defaults__ or ()

@@ -134,6 +134,14 @@ def test_small_messages_in_a_row():
     in_threads([lambda segment=segment: rank(segment) for segment in segments])
 
 
+def test_a_waiting_rank_lets_others_run(monkeypatch: pytest.MonkeyPatch):
+    """A peer may need its processor, also if there are as many processors as ranks."""
+    waiting, peer = make_segments(2)
+    comes = iter([lambda: peer.hand_over(never)])
+    monkeypatch.setattr(segment_module.os, "sched_yield", lambda: next(comes, lambda: None)())
+    waiting.hand_over(lambda missing: pytest.fail(f"{missing} did not come"))
+
+
 def test_the_missing_are_named_and_a_reset_forgets_what_they_gave(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(segment_module, "_TICK_SECONDS", 0.01)
     segments = make_segments(4)

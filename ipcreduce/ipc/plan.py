@@ -314,23 +314,29 @@ def plan_launch(
         if grid <= most and choice.block <= _one_shot_threads(sharing):
             return LaunchPlan(algorithm, offset, nbytes, grid, choice.block, choice.depth)
     if not row.loops:
-        return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
+        return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, n, most, sharing))
     grid, block, depth = _two_shot_shape(threads, n, min(resident, room))
-    return LaunchPlan(algorithm, offset, nbytes, min(grid, most), block, depth)
+    if grid > most:  # larger blocks in place of more of them
+        block = min(most_threads(algorithm, depth, n), 32 * -(-threads // (32 * most)))
+        grid = min(most, resident_blocks(block, depth, n, resident), -(-threads // block))
+    return LaunchPlan(algorithm, offset, nbytes, grid, block, depth)
 
 
 def parts_shape(packets: int, n: int, resident: int, sharing: int, sms: int | None) -> tuple[int, int]:
     """Grid and block of gather.cu or scatter.cu, if the longest message has so many packets."""
     room = min(EPOCH_SLOTS if sms is None else sms, most_blocks(resident, sharing))
     most = most_threads("two_shot", 1, n)
-    block = min(_one_shot_shape(packets, room)[1], most)
+    block = min(_one_shot_shape(packets, n, room, sharing)[1], most)
     if packets > 512:
         block = min(32 * -(-packets // (128 * 32)), most)
     return min(room, resident * most // block, -(-packets // block)), block
 
 
-def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:
+def _one_shot_shape(packets: int, n: int, most: int, sharing: int) -> tuple[int, int, int]:
     """Grid, block and depth. Each packet has a thread. Up to 4 KB there are at most two blocks; then they fill the GPU.
+
+    Over two ranks 64 blocks do from 16 KB to 1 MB: alone they are 0 to 3 % slower, and beside matrix products they cost
+    a third to a half (benchmarks/NOTES.md). That was not measured over more.
 
     :param most: the largest grid.
     """
@@ -338,6 +344,8 @@ def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:
         block = 32 * -(-packets // 64)
     elif packets <= 512:
         block = 64
+    elif n == 2 and packets <= 64 * KB:
+        block = min(max(128, 32 * -(-packets // (64 * 32))), _one_shot_threads(sharing))
     else:
         blocks = 128 if packets <= 32 * 1024 else EPOCH_SLOTS
         block = 32 * -(-packets // (blocks * 32))

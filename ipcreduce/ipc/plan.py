@@ -327,7 +327,7 @@ def parts_shape(packets: int, n: int, resident: int, sharing: int, sms: int | No
     room = min(EPOCH_SLOTS if sms is None else sms, most_blocks(resident, sharing))
     most = most_threads("two_shot", 1, n)
     block = min(_one_shot_shape(packets, n, room, sharing)[1], most)
-    if packets > 512:
+    if packets > (64 * KB if n == 2 else 512):
         block = min(32 * -(-packets // (128 * 32)), most)
     return min(room, resident * most // block, -(-packets // block)), block
 

@@ -70,9 +70,11 @@ class Buckets:
             begun = True  # from here on the calls tell the peers
             self._group.compare_once(torch.distributed.group.WORLD if group is None else group)
             if stream is None:
-                return self._reduce(tensor, torch.futures.Future())
+                return self._reduce(tensor, None, torch.futures.Future())
+            is_alone = tensor.nbytes < _LONG or bucket.is_last()  # behind the last one no product waits
             with torch.cuda.stream(stream):
-                return self._reduce(tensor, torch.futures.Future(devices=[tensor.device]))
+                future = torch.futures.Future(devices=[tensor.device])
+                return self._reduce(tensor, None if is_alone else self._sms, future)
         except BaseException as error:
             if self._unfinished is not None:
                 self._unfinished.detach()
@@ -80,8 +82,7 @@ class Buckets:
                 self._calls.fail(error, begun=False, foreign=True)
             raise
 
-    def _reduce(self, tensor: Any, future: Any) -> Any:
-        sms = self._sms if tensor.is_cuda and tensor.nbytes >= _LONG else None
+    def _reduce(self, tensor: Any, sms: int | None, future: Any) -> Any:
         self._comm.allreduce(tensor, "avg", out=tensor, sms=sms)
         future.set_result(tensor)  # records the end of the current stream's work, for those who wait
         return future
@@ -179,7 +180,8 @@ def ddp_hook(comm: Communicator, sms: int | None = 8) -> Callable[[Any, Any], An
     others get PeerFailedError. DistributedDataParallel cannot go on with that model: wrap it again, on every rank.
 
     :param sms: the most blocks of an all-reduce of 4 MB or more, which then leaves most multiprocessors to the backward
-        pass; the same on every rank. None: as many as are fastest alone. See :meth:`Communicator.allreduce`.
+        pass; the same on every rank. The last bucket's has no limit. None: as many as are fastest alone. See
+        :meth:`Communicator.allreduce`.
     :raises ArgumentError: if ``comm`` is not a Communicator, or ``sms`` not an int from 1 on.
     """
     check_is_communicator(comm, "ddp_hook(comm)")

@@ -226,8 +226,8 @@ class ProcessGroup:
 class GradBucket:
     """Of DistributedDataParallel: one tensor of gradients."""
 
-    def __init__(self, tensor: Tensor, index: int = 0) -> None:
-        self.index, self.buffer = (lambda: index), (lambda: tensor)
+    def __init__(self, tensor: Tensor, index: int = 0, *, is_last: bool = False) -> None:
+        self.index, self.buffer, self.is_last = (lambda: index), (lambda: tensor), (lambda: is_last)
 
 
 class BackwardPass:

@@ -36,9 +36,9 @@ def hooked() -> Iterator[tuple[Communicator, Hook]]:
         yield comm, hook
 
 
-def bucket_of(value: float, index: int = 0) -> GradBucket:
+def bucket_of(value: float, index: int = 0, *, is_last: bool = False) -> GradBucket:
     like = Tensor(cupy.empty((COUNT,), np.float32))
-    return GradBucket(torch.full_like(like, value), index)
+    return GradBucket(torch.full_like(like, value), index, is_last=is_last)
 
 
 def averaged(future: Any, factor: float = 1) -> None:
@@ -65,8 +65,9 @@ def buckets_behind_the_gradients() -> None:
 
 def long_buckets_run_in_few_blocks() -> None:
     with hooked() as (comm, hook), BackwardPass():
-        averaged(hook.average(None, bucket_of(RANK + 1)))
-        assert [request.sms for request in comm._state.backend._prepared if request.op == "avg"] == [8]
+        for index in range(2):
+            averaged(hook.average(None, bucket_of(RANK + 1, index, is_last=index == 1)))
+        assert [request.sms for request in comm._state.backend._prepared if request.op == "avg"] == [8, None]
 
 
 def sparse_gradients() -> None:

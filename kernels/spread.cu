@@ -13,7 +13,7 @@
 // root, and sends an answer: a packet without data, for which the root's kernel waits. It shows that the peer's kernel
 // before this one has ended. The argument needs no more, so a peer sends it before it waits for anything.
 //
-// Progress: only the root's first thread waits, after all its sends, for what block 0 of each peer has sent first. Block
+// Progress: only the first thread of the root waits, when all is sent, for what block 0 of each peer sends first. Block
 // b of a peer waits for block b of the root, and for those of the other peers after it has forwarded the tile itself.
 //
 // In place: the root only reads its array, and the others only write theirs. What they wait for in vain is poisoned.

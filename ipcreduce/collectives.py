@@ -133,6 +133,8 @@ class Collectives:
         :param sms: the most blocks that exchange data, as for :meth:`allreduce`. :param stream: as there.
         :returns: ``array``.
         :raises IpcReduceError: as :meth:`allgather` does.
+
+        Source of the algorithms: kernels/gather.cu; of one long array over more than two ranks kernels/spread.cu.
         """
         return self._split((BROADCAST, None, 0, None, root, sms), array, array, stream)
 

@@ -45,8 +45,9 @@ class Communicator(Collectives):
     :param device: this rank's GPU: an ordinal or a library's device, such as ``torch.device("cuda", 1)`` or "cuda:1";
         "auto" for the local rank modulo the visible GPUs (it is made current); or None for CuPy's current device.
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.
-    :param algorithm: "one_shot" or "two_shot" forces it at every size, for tests. "direct" lets recorded graphs
-        write into the peers' outputs, and is "two_shot" elsewhere. The same on every rank. NCCL ignores it.
+    :param algorithm: "one_shot" or "two_shot" forces it at every size, for tests, and one or two hops of a broadcast.
+        "direct" lets recorded graphs write into the peers' outputs, and is "two_shot" elsewhere. The same on every
+        rank. NCCL ignores it.
     :param backend: "ipc", "nccl" or "host" forces the backend of device arrays; the same on every rank. None for the
         first of them that works here.
     :param workspace: bytes of GPU memory of each rank through which backend "ipc" exchanges data, at least 1 MB; the

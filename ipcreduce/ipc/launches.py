@@ -57,7 +57,7 @@ class Launches:
         if self._workspace.n == 1:
             return None if request.epilogue else _alone(request)
         if request.split is not None:
-            return self._of_parts(request)
+            return self._spread(request) or self._of_parts(request)
         if request.is_list:
             return self._of_list(request)
         ((_, kind),) = request.members
@@ -167,6 +167,23 @@ class Launches:
                 steps.append(parts.step(one, launch, gathers=not request.op, length=length))
                 names.append(name)
         return _prepared(request, steps, names)
+
+    def _spread(self, request: Request) -> Prepared | None:
+        """A broadcast of one array in two hops; None if it goes in one."""
+        split, workspace = request.split, self._workspace
+        assert split is not None
+        if split.collective != "broadcast" or request.is_list or request.sms is not None:
+            return None
+        steps = []
+        ((dtype, kind, _),) = parts.together(request, workspace.n)
+        for one in plan.spread_plan(
+            request.nbytes, workspace.n, workspace.half_bytes, self.algorithm, self.resident, self.sharing
+        ):
+            args = self._arguments(plan.code_offset(kind, one.algorithm))
+            args[BYTES], args[arguments.OUTS] = one.nbytes, split.root
+            launch = self.kernels.launch(Kernel(one.algorithm, dtype), one.grid, one.block, args)
+            steps.append(KernelStep(launch, arguments.plain_setter(launch.args.data, one.offset)))
+        return _prepared(request, steps, ["spread"] * len(steps)) if steps else None
 
     def _parts_shape(self, packets: int, sms: int | None) -> tuple[int, int]:
         return plan.parts_shape(packets, self._workspace.n, self.resident, self.sharing, sms)

@@ -7,7 +7,7 @@ ranks they are estimates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -53,7 +53,7 @@ CODES = {
         [
             *product(KIND_NAMES, OPS),
             *product(KIND_NAMES, (f"reduce-scatter {op}" for op in OPS)),
-            *product((BYTES,), ("all-gather", "broadcast")),
+            *product((BYTES,), ("all-gather", "broadcast", "spread")),
             *product(FUSED_DTYPES, ("norm",)),
         ]
     )
@@ -69,6 +69,7 @@ ONE_HOP_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 *
 _LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its packets and bytes in 32 bits
 LAUNCH_PACKETS = _LAUNCH_BYTES // PACKET_BYTES
 BULK_BYTES = 1 * MB  # from this size on, it is used for calls that may not have all blocks
+SPREAD_BYTES = 512 * KB  # from this size on a broadcast over more than two ranks goes in two hops: an estimate
 _BULK_BLOCKS, _TILE_BLOCKS, _BULK_THREADS = 8, 24, 512  # so few blocks fill the links
 _STAGE_BYTES, _ROUNDS, _LEAST_TILES = 32 * KB, 4, 3  # of tiles.cuh
 _MAX_AREA = 256 * MB
@@ -201,20 +202,39 @@ def make_plan(
     if algorithm == "one_shot" and not forced and nbytes > segment:  # two_shot needs less room, and its threads loop
         algorithm = "two_shot"
         segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
-    even = -(-nbytes // -(-nbytes // segment))  # launches of equal size, because each takes the same time to start
-    unit = _unit(segment)
-    even = -(-even // unit) * unit
     return tuple(
-        plan_launch(algorithm, at, min(even, nbytes - at), n, choice, resident, sharing, sms)
-        for at in range(0, nbytes, even)
+        plan_launch(algorithm, *piece, n, choice, resident, sharing, sms)
+        for piece in _even(nbytes, segment, _unit(segment))
     )
 
 
 def _bulk_plan(nbytes: int, sms: int, area: int, resident: int, sharing: int) -> tuple[LaunchPlan, ...]:
     grid = min(sms, _BULK_BLOCKS, most_resident(resident, sharing))
-    unit = _unit(nbytes)
-    even = -(-nbytes // -(-nbytes // area) // unit) * unit
-    return tuple(LaunchPlan(BULK, at, min(even, nbytes - at), grid, _BULK_THREADS, 1) for at in range(0, nbytes, even))
+    return tuple(LaunchPlan(BULK, *piece, grid, _BULK_THREADS, 1) for piece in _even(nbytes, area, _unit(nbytes)))
+
+
+def spread_plan(
+    nbytes: int, n: int, half_bytes: int, forced: str | None = None, resident: int = RESIDENT, sharing: int = 1
+) -> list[LaunchPlan]:  # fmt: skip
+    """Plan the launches of spread.cu for a broadcast, as :func:`make_plan`; none if gather.cu takes it."""
+    if n <= 2 or forced not in (None, "two_shot") or nbytes < (1 if forced else SPREAD_BYTES):
+        return []
+    peers, room = n - 1, most_blocks(resident, sharing)  # each peer has a row of slots, and a chunk of the message
+    segment = min(packets_of_rows(peers, half_bytes) * peers * PACKET_BYTES, _LAUNCH_BYTES)
+    segment -= segment % _unit(segment)
+    plans = []
+    for at, size in _even(nbytes, segment, _unit(segment)):
+        columns = -(-size // PACKET_BYTES // peers)
+        shape = _looped_shape(columns, MAX_RANKS, room, resident, room)  # its blocks are those of two_shot over 8
+        plans.append(LaunchPlan("spread", at, size, *shape))
+    return plans
+
+
+def _even(nbytes: int, segment: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Offset and bytes of launches of equal size, because each takes the same time to start."""
+    even = -(-nbytes // -(-nbytes // segment) // unit) * unit
+    for at in range(0, nbytes, even):
+        yield at, min(even, nbytes - at)
 
 
 def most_resident(resident: int, sharing: int) -> int:
@@ -315,11 +335,7 @@ def plan_launch(
             return LaunchPlan(algorithm, offset, nbytes, grid, choice.block, choice.depth)
     if not row.loops:
         return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, n, most, sharing))
-    grid, block, depth = _two_shot_shape(threads, n, min(resident, room))
-    if grid > most:  # larger blocks in place of more of them
-        block = min(most_threads(algorithm, depth, n), 32 * -(-threads // (32 * most)))
-        grid = min(most, resident_blocks(block, depth, n, resident), -(-threads // block))
-    return LaunchPlan(algorithm, offset, nbytes, grid, block, depth)
+    return LaunchPlan(algorithm, offset, nbytes, *_looped_shape(threads, n, most, resident, room))
 
 
 def parts_shape(packets: int, n: int, resident: int, sharing: int, sms: int | None) -> tuple[int, int]:
@@ -351,6 +367,15 @@ def _one_shot_shape(packets: int, n: int, most: int, sharing: int) -> tuple[int,
         block = 32 * -(-packets // (blocks * 32))
     block = max(block, 32 * -(-packets // (most * 32)))
     return -(-packets // block), block, 1
+
+
+def _looped_shape(columns: int, n: int, most: int, resident: int, room: int) -> tuple[int, int, int]:
+    """:func:`_two_shot_shape` with at most ``most`` blocks."""
+    grid, block, depth = _two_shot_shape(columns, n, min(resident, room))
+    if grid > most:  # larger blocks in place of more of them
+        block = min(most_threads("two_shot", depth, n), 32 * -(-columns // (32 * most)))
+        grid = min(most, resident_blocks(block, depth, n, resident), -(-columns // block))
+    return grid, block, depth
 
 
 def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The matrix of calls. ``mpirun -n 2 python -m tests.matrix BACKEND [--sim] [--way WORDS] [--kind WORDS]``.
+"""The matrix of calls. ``mpirun -n 2 python -m tests.matrix BACKEND [--sim] [--way WORDS...] [--kind WORDS]``.
 
 The backends are ipc, nccl, "one rank" (with -n 1), "host in shared memory" and "host over MPI". All cells are tried,
 and printed with what became of them. --sim: on the simulated device.
@@ -14,8 +14,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.matrix")
     parser.add_argument("backend")
     parser.add_argument("--sim", action="store_true")
-    parser.add_argument("--way", default="", help="only the ways with these words in their names")
+    parser.add_argument("--way", nargs="+", default=[""], help="only the ways with one of these in their names")
     parser.add_argument("--kind", default="", help="only the kinds with these words in their names")
+    parser.add_argument("--algorithm", help="of the communicators")
     parser.add_argument("--among", nargs=3, help=argparse.SUPPRESS)  # see gone.py
     options = parser.parse_args()
     if options.sim:

@@ -26,10 +26,10 @@ from tests.tools import machine
 class Column:
     """A backend on this rank, and its communicator, which is made anew behind a cell that is wrong."""
 
-    def __init__(self, backend: str, world: Any, simulated: bool) -> None:
+    def __init__(self, backend: str, world: Any, simulated: bool, algorithm: str | None = None) -> None:
         self.backend, self.world, self.host = backend, world, backend in table.HOST
         self.place = Host() if self.host else Gpu(world.rank)
-        self.moves = self.host or simulated
+        self.moves, self._algorithm = self.host or simulated, algorithm
         if backend == "host over MPI":
             os.environ["IPCREDUCE_HOSTID"] = f"host {world.rank}"
         elif not self.host:
@@ -39,7 +39,7 @@ class Column:
     def make(self, **further: Any) -> Communicator:
         """A communicator. Collective."""
         name = "host" if self.host else "nccl" if self.backend == "nccl" else "ipc"
-        made = Communicator(self.world, backend=name, **further)
+        made = Communicator(self.world, backend=name, **{"algorithm": self._algorithm} | further)
         assert ("shared memory" in made.describe()) == (self.backend != "host over MPI"), made.describe()
         return made
 
@@ -82,9 +82,9 @@ def run(options: Namespace) -> bool:
     """Run them among MPI's ranks. Returns whether all are right."""
     from tests.shared.world import WORLD
 
-    column, wrong = Column(options.backend, WORLD, options.sim), 0
+    column, wrong = Column(options.backend, WORLD, options.sim, options.algorithm), 0
     for way, kind in table.cells():
-        if options.way not in way or options.kind not in kind.name:
+        if not any(words in way for words in options.way) or options.kind not in kind.name:
             continue
         faulthandler.dump_traceback_later(2 * bounds.HANG, exit=True, file=sys.stdout)
         started, found = time.monotonic(), table.why_not(options.backend, way)

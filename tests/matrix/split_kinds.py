@@ -67,7 +67,7 @@ class _Split(Kind):
         return {"axis": 2}, "axis is 2, and array has 2 dimensions"
 
 
-_LONG = 2 * (plan.BULK_BYTES // 4000 + 1), 1000  # a part of it is long for two ranks
+_LONG = 6 * (plan.BULK_BYTES // 12000 + 1), 1000  # a part of it is long for two ranks
 _FURTHER = ((12, 7), np.uint8), ((12, 3, 2), np.float16)
 
 

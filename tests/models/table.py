@@ -32,7 +32,7 @@ def _kernel(model: str, n: int, faults: str, *options: str, broken: str = "") ->
 _VARIANTS = (
     ("one_shot", ()), ("one_shot", ("PARTS=2",)), ("two_shot", ()), ("two_shot", ("TILES=2",)), ("direct", ()),
     ("bulk", ()), ("mixed", ()), ("mixed", ("ORDER=1",)), ("mixed", ("ORDER=2",)), ("parts", ("PARTS=2",)),
-    ("parts", ("PARTS=2", "ORDER=1")),
+    ("parts", ("PARTS=2", "ORDER=1")), ("spread", ("TILES=2",)),
 )  # fmt: skip
 _ORDERS = "ORDER=0", "ORDER=1"
 
@@ -43,6 +43,9 @@ SEARCHES = (
     *(_kernel(model, 2, NO_FAULT, "B=2") for model in ("direct", "bulk")),
     *(_kernel("parts", 2, faults, "B=2", order) for order in _ORDERS for faults in (NO_FAULT, ABORT)),
     *(_kernel("parts", 3, NO_FAULT, "PARTS=2", order) for order in _ORDERS),
+    _kernel("spread", 2, NO_FAULT, "B=2"),
+    _kernel("spread", 3, NO_FAULT, "TILES=2"),
+    *(_kernel("spread", 3, faults) for faults in (ABORT, DEATH)),
     *(_kernel("one_shot", 3, faults) for faults in (NO_FAULT, ABORT, DEATH)),
     *(_kernel(model, 3, NO_FAULT) for model in ("two_shot", "direct", "bulk", "mixed")),
     _kernel("one_shot", 4, NO_FAULT),
@@ -86,6 +89,7 @@ BREAKS = (
         for name in ("NO_ROWS_NO_PACKET", "NOTHING_TO_NO_ROWS", "NO_ANSWER", "OWN_LENGTH")
         for order in _ORDERS
     ),
+    *(_kernel("spread", 3, NO_FAULT, broken=name) for name in ("NO_ANSWER", "NO_RESTORE")),
     *(
         Search("tiles", 2, "none", ("OPERATIONS=2",), name)
         for name in ("NO_FENCE", "TWO_SLOTS", "THREE_PLACES", "EARLY_ROUND", "FAR_AHEAD", "NO_EXIT")

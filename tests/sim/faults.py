@@ -24,6 +24,7 @@ TILES = (Library("bulk_gather", "uint32", members=1), Library("bulk_scatter", "f
 GATHER = Library("gather", "uint32", members=1)
 SCATTER = Library("scatter", "float32", members=1)
 SCATTER_INT = Library("scatter", "int32", members=1)
+SPREAD = Library("spread", "uint64")
 BOTH = (ONE_SHOT, TWO_SHOT)
 
 TSAN = "ThreadSanitizer"
@@ -658,6 +659,90 @@ FAULTS = [
         "",
         ("simulator",),
         [SCATTER],
+    ),
+    Fault(
+        "spread: memory is touched before the predecessor has ended",
+        "spread.cu",
+        "  grid_dependency_sync();\n",
+        "",
+        ("simulator",),
+        [SPREAD],
+    ),
+    Fault(
+        "spread: all operations use one half",
+        "spread.cu",
+        "half = parity_half_offset(args, epoch)",
+        "half = 0",
+        ("value", "timeout", "not at rest"),
+        [ONE_SHOT, SPREAD],
+    ),
+    Fault("spread: peers do not answer", "spread.cu", "column == 0 && alive", "false", ("timeout",), [SPREAD]),
+    Fault(
+        "spread: the root does not wait for answers",
+        "spread.cu",
+        "wait_for_flags(args, args.peers[0] + half, row_bytes(columns), 0, alive);",
+        "{}",
+        ("value", "not at rest", "timeout"),
+        [ONE_SHOT, SPREAD],
+    ),
+    Fault(
+        "spread: chunks belong to the peers in the order in which the root counts them",
+        "spread.cu",
+        "(in, chunk_of(peer_rank(i), root) * columns",
+        "(in, (i - 1) * columns",
+        ("value",),
+        [SPREAD],
+    ),
+    Fault(
+        "spread: there is a chunk for the root, too",
+        "spread.cu",
+        "kPacketBytes), kRanks - 1);",
+        "kPacketBytes), kRanks);",
+        ("value",),
+        [SPREAD],
+    ),
+    Fault(
+        "spread: a packet is forwarded before it has come",
+        "spread.cu",
+        "return peer_rank(i) != sender ||",
+        "return true ||",
+        ("value", "not at rest"),
+        [SPREAD],
+    ),
+    Fault(
+        "spread: an escape packet of the root is not waited for",
+        "spread.cu",
+        "last != kSentinel",
+        "true",
+        ("value", "not at rest"),
+        [SPREAD],
+        rare=True,
+    ),
+    Fault(
+        "spread: the slots of the root's row are not emptied",
+        "spread.cu",
+        "restore_sentinels(rows, columns, column, column < columns && alive);",
+        "restore_sentinels(rows, columns, OfPeers{columns, root}, column, alive);",
+        ("value", "not at rest"),
+        [SPREAD],
+    ),
+    Fault(
+        "spread: missing data are not poisoned",
+        "spread.cu",
+        "alive ? p : poison()",
+        "p",
+        ("value",),
+        [SPREAD],
+        "absent",
+    ),
+    Fault(
+        "spread: a kernel behind an abandoned one sends all the same",
+        "spread.cu",
+        "columns, column, alive);\n  };\n  send(column)",
+        "columns, column, true);\n  };\n  send(column)",
+        ("value",),
+        [SPREAD, SPREAD._replace(dtype="uint32")],
+        "late",
     ),
 ]
 

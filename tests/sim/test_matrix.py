@@ -21,3 +21,21 @@ def test_cells(mpirun: Run, subtests: pytest.Subtests, backend: str) -> None:
         with subtests.test(cell=cell):
             assert right, f"{outcome}\n{done.stdout}"
     assert done.returncode == 0, done.stdout
+
+
+def test_broadcasts_in_two_hops(mpirun: Run, subtests: pytest.Subtests) -> None:
+    """Over three ranks. Those over two go in one."""
+    ways = (
+        "cached call",
+        "recorded and replayed",
+        "late rank",
+        "refused on one rank",
+        "ranks that differ",
+        "rank closes",
+    )
+    options = "--kind", "broadcast", "--algorithm", "two_shot", "--way", *ways
+    done = mpirun("tests.matrix", 3, "ipc", "--sim", *options, env={"SIM_LATE": "0.002"}, check=False)
+    for way in ways:
+        with subtests.test(way=way):
+            assert f"ipc | broadcast | {way}: right" in done.stdout
+    assert done.returncode == 0, done.stdout

@@ -20,4 +20,4 @@ def test_random_calls(mpirun: Run, ranks: int, environ: dict[str, str]) -> None:
 
 def test_scenarios(hold: Callable[..., None]) -> None:
     names = "rules_of_splits", "recorded_splits", "launches_of_splits", "slots_of_long_messages", "known_splits"
-    hold(3, *names, SIM_LATE="0.002")
+    hold(3, *names, "broadcasts_in_two_hops", SIM_LATE="0.002")

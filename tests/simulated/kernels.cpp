@@ -142,6 +142,7 @@ struct Operation {
   u32 count, grid, block;
   bool in_place;
   u32 in_offset, out_offset;  // elements
+  int root = -1;              // of a broadcast in two hops
 };
 
 template <class F> auto typed(const std::string& dtype, F f) {  // calls f with a zero of the type
@@ -173,6 +174,11 @@ static Operation choose(u64 number, int rank) {
   op.in_place = own.below(2);
   op.in_offset = own.below(2) ? 0 : own.below(16);
   op.out_offset = op.in_place ? op.in_offset : own.below(2) ? 0 : own.below(16);
+  if (op.library->kernel == "spread") {
+    op.root = (int)shared.below((u32)ranks);
+    op.in_place = true;
+    op.out_offset = op.in_offset;
+  }
   if (op.library->kernel == "direct") {  // whole packets only
     op.count = packets * 16 / size;
     op.in_offset = op.out_offset = 0;
@@ -239,6 +245,8 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, Expected w
   for (int i = 0; i < ranks; ++i) args.outs[i] = (u64)arrays[number * ranks + (rank + i) % ranks].target;
   args.timeout_ns = deadline;
   args.in = (u64)source, args.out = (u64)target, args.bytes = bytes;
+  const bool spreads = op.root >= 0;
+  if (spreads) args.outs[0] = (u64)op.root;
   const bool in_area = op.library->kernel == "bulk";
   const auto abandoned = [&] { return __atomic_load_n(&world[rank].epochs[2 * kEpochSlots], __ATOMIC_RELAXED) != 0; };
   if (in_area) {  // as copy.cu does
@@ -261,7 +269,7 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, Expected w
   }
   if (!op.in_place && in != before)
     found(kCanary, "%s, operation %llu, rank %d: wrote into its input", where.c_str(), number, rank);
-  if (wanted == kPoisoned) {
+  if (wanted == kPoisoned && !spreads) {
     for (size_t i = 0; i < bytes; ++i)
       if (target[i] != 0xFF)
         found(kValue, "%s, rank %d: byte %zu of %zu is not poisoned", where.c_str(), rank, i, bytes);
@@ -270,12 +278,18 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, Expected w
   if (wanted == kRight && __atomic_load_n(&abort_word, __ATOMIC_RELAXED))
     found(kTimeout, "%s, operation %llu, rank %d: timed out, missing 0x%x", where.c_str(), number, rank,
           __atomic_load_n(&world[rank].missing, __ATOMIC_RELAXED));
+  // A broadcast's root keeps its values. Of the others' the chunk is lost that the last rank has not sent or forwarded.
+  const int away = ranks - 1, lost = op.root == away ? -1 : away - (away > op.root);
+  const u32 columns = spreads ? ((u32)(bytes + 15) / 16 + ranks - 2) / (ranks - 1) : 1;
   for (u32 i = 0; i < op.count; ++i) {
-    T value, right = expected<T>(number, i);
+    T value, right = spreads ? element<T>(number, op.root, i) : expected<T>(number, i);
     std::memcpy(&value, target + i * sizeof(T), sizeof value);
     const u8* at = target + i * sizeof(T);
-    if (wanted == kEither && std::all_of(at, at + sizeof(T), [](u8 byte) { return byte == 0xFF; })) continue;
-    if (std::memcmp(&value, &right, sizeof value) && !(value != value && right != right))
+    const bool may_be_poisoned = wanted != kRight && rank != op.root;
+    const bool must_be_poisoned =
+        may_be_poisoned && wanted == kPoisoned && (lost < 0 || i * sizeof(T) / 16 / columns == (u32)lost);
+    if (may_be_poisoned && std::all_of(at, at + sizeof(T), [](u8 byte) { return byte == 0xFF; })) continue;
+    if (must_be_poisoned || (std::memcmp(&value, &right, sizeof value) && !(value != value && right != right)))
       found(kValue, "%s, operation %llu, rank %d: element %u of %u is %.17g, not %.17g", where.c_str(), number, rank, i,
             op.count, (double)value, (double)right);
   }

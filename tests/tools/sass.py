@@ -24,7 +24,14 @@ from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError
 
 SPLITS = "gather", "scatter", "bulk_gather", "bulk_scatter"
-KERNELS = ("one_shot", "two_shot", "direct", "bulk", *SPLITS)  # those of every dtype and op; verify and limit have none
+KERNELS = (
+    "one_shot",
+    "two_shot",
+    "direct",
+    "bulk",
+    "spread",
+    *SPLITS,
+)  # those of every dtype and op; verify and limit have none
 # Those with RMSNorm, and their dtypes: sums only.
 NORMS = {
     "fused_one_shot": ("float16", "bfloat16"),
@@ -90,6 +97,7 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
         "bulk": 2 * peers,
         "bulk_gather": 8 * peers,
         "bulk_scatter": 8 * peers,
+        "spread": 2 * peers,
     }.get(kernel, 0)
     words = {  # if n flags are loaded as words
         control_loads + escapes * (loads[128] - flags + n) + sentinels * n for n in range(flags + 1)

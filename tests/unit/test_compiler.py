@@ -180,6 +180,8 @@ EXCHANGES = [
     ("bulk", macros("bfloat16", n=3)),
     ("bulk", macros("int8")),
     ("bulk_gather", macros("uint8", n=3, members=1)),
+    ("spread", macros("uint8", n=3)),
+    ("spread", macros("uint64", n=4, rank=3, whole=0)),
     ("bulk_scatter", macros("bfloat16", members=1)),
     ("copy", macros("int8", n=1)),
     ("verify", macros("int32")),

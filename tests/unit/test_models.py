@@ -12,7 +12,7 @@ from tests.models.table import BREAKS, SEARCHES, Search
 needs_spin = pytest.mark.skipif(models.missing() is not None, reason=str(models.missing()))
 SMALL = [
     next(one for one in SEARCHES if (one.model, one.n) == (model, 2))
-    for model in ("one_shot", "two_shot", "direct", "mixed", "tiles", "resynchronise", "close")
+    for model in ("one_shot", "two_shot", "direct", "mixed", "spread", "tiles", "resynchronise", "close")
 ]
 
 

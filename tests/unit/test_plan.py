@@ -98,6 +98,46 @@ def check_step(step: plan.LaunchPlan, n: int, half: int) -> None:
     assert (step.grid - 1) * step.block < work, "a block with nothing to do"
 
 
+@given(sizes, st.integers(3, 8), halves, st.integers(8, 256), worlds)
+@settings(max_examples=300, deadline=None)
+@example(1, 3, workspace.half_bytes(MB), 132, 1)
+@example(2 * GB, 8, workspace.half_bytes(MB), 132, 1)
+@example(2 * GB, 3, workspace.half_bytes(64 * GB), 132, 1)
+@example(64 * MB, 8, workspace.half_bytes(256 * MB), 8, 8)
+def test_broadcasts_in_two_hops(nbytes: int, n: int, half: int, multiprocessors: int, sharing: int):
+    """Every byte once, in even launches that fit the slots, and whose blocks every rank's GPU holds at once."""
+    resident, most = min(plan.EPOCH_SLOTS, 2 * multiprocessors), launch_bound("spread", 1, n)
+    sharing = min(sharing, n)
+    steps = plan.spread_plan(nbytes, n, half, "two_shot", resident, sharing)
+    assert [step.offset for step in steps] == [*range(0, nbytes, steps[0].nbytes)]
+    assert sum(step.nbytes for step in steps) == nbytes
+    assert steps[0].nbytes % 16 == 0 or len(steps) == 1
+    assert steps[0].nbytes - nbytes / len(steps) < 16 * KB
+    for step in steps:
+        columns = -(-step.nbytes // 16 // (n - 1))
+        assert (n - 1) * plan.row_bytes(columns) + plan.CODES_BYTES <= half
+        assert step.nbytes <= GB
+        assert (step.algorithm, step.depth) == ("spread", 1)
+        assert 32 <= step.block <= most
+        assert step.block % 32 == 0
+        assert 1 <= step.grid <= plan.most_blocks(resident, sharing)
+        assert (step.grid - 1) * step.block < columns, "a block with nothing to do"
+        assert step.grid * step.block <= resident * most
+    assert "KERNEL(spread, 256, 2)" in (KERNELS / "spread.cu").read_text()
+
+
+def test_which_broadcasts_go_in_two_hops():
+    half, least = workspace.half_bytes(256 * MB), plan.SPREAD_BYTES
+    for forced, n, nbytes, spreads in (
+        (None, 3, least, True), (None, 8, GB, True), (None, 3, least - 1, False), (None, 2, GB, False),
+        ("two_shot", 3, 1, True), ("two_shot", 3, 0, False), ("two_shot", 2, GB, False), ("two_shot", 1, GB, False),
+        ("one_shot", 3, GB, False), (plan.BULK, 3, GB, False), (None, 3, 0, False),
+    ):  # fmt: skip
+        assert bool(plan.spread_plan(nbytes, n, half, forced)) == spreads, (forced, n, nbytes)
+    assert [step.nbytes for step in plan.spread_plan(120 * MB, 4, half)] == [120 * MB]
+    assert [step.nbytes for step in plan.spread_plan(128 * MB, 4, half)] == [64 * MB] * 2
+
+
 @pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
 @pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("gigabytes", [8, 64])
@@ -357,10 +397,9 @@ def test_codes_are_apart():
     assert {"uint8", "bool", "float32", "complex64", "float64", "complex128"} <= set(KIND_NAMES)
     whole = [(kind, op) for kind in KIND_NAMES for op in OPS]
     parts = [(kind, f"reduce-scatter {op}") for kind, op in whole]
-    offsets = [
-        plan.code_offset(*of) for of in (*whole, *parts, *((plan.BYTES, op) for op in ("all-gather", "broadcast")))
-    ]
-    assert len(set(offsets)) == 2 * len(KIND_NAMES) * len(OPS) + 2
+    moved = "all-gather", "broadcast", "spread"
+    offsets = [plan.code_offset(*of) for of in (*whole, *parts, *((plan.BYTES, op) for op in moved))]
+    assert len(set(offsets)) == 2 * len(KIND_NAMES) * len(OPS) + len(moved)
     assert all(offset % 128 == 0 for offset in offsets)
     assert min(offsets) == 0
     assert max(offsets) + 128 == plan.CODES_BYTES

@@ -8,6 +8,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph
+from ipcreduce.ipc import plan
 from tests.gpu import cupy_module
 from tests.shared import split_rules
 from tests.sim.scenarios.common import RANK, SIZE, TOTAL, works
@@ -93,6 +94,46 @@ def slots_of_long_messages() -> None:
             works(comm)
 
 
+def broadcasts_in_two_hops() -> None:
+    """Of one array without a limit of blocks, from a size on or where two hops are forced.
+
+    From every root, at any address, of any number of bytes, in one launch or several, eagerly and in a graph. Nothing
+    beside the array is written, and no bit pattern is changed.
+    """
+    least = plan.SPREAD_BYTES
+    for algorithm, workspace, cases in (
+        (None, 4 << 20, [(least - 1, 0, 0, 1), (least, 0, 1, 1), (least + 4099, 3, 1, 1)]),
+        (None, 1 << 20, [(least, 5, 1, 2), (2 * least + 1, 0, 1, 3)]),
+        ("two_shot", 1 << 20, [(nbytes, at, 1, 1) for nbytes in (1, 15, 16, 17, 4000) for at in (0, 1, 8)]),
+        ("one_shot", 4 << 20, [(least, 0, 0, 1)]),
+    ):
+        with Communicator(algorithm=algorithm, workspace=workspace) as comm:
+            for number, (nbytes, at, spreads, launches) in enumerate(cases):
+                around = cupy.full(nbytes + at + 16, 7, np.uint8)
+                array, root = around[at : at + nbytes], number % SIZE
+                with Graph(comm) as graph:
+                    with graph.record():
+                        comm.broadcast(array, root)
+                    for turn in range(4):
+                        values = np.random.default_rng([number, turn]).integers(0, 512, nbytes).clip(0, 255)
+                        values = values.astype(np.uint8)  # half of the bytes are 0xFF, as in the sentinel
+                        array[...] = cupy.asarray(values) if root == RANK else turn
+                        if turn % 2:
+                            graph.replay()
+                        else:
+                            comm.broadcast(array, root)
+                        found = cupy.asnumpy(around)
+                        assert (found[at : at + nbytes] == values).all(), (algorithm, nbytes, at, turn)
+                        assert (found[:at] == 7).all()
+                        assert (found[at + nbytes :] == 7).all()
+                (last,) = [*comm._state.backend._prepared.values()][-1:]
+                assert (last.kernels, launched(comm)) == ("spread" if spreads else "gather", launches), (nbytes, last)
+                for other, how in (([array], {}), (array, {"sms": 1 << 20})):
+                    comm.broadcast(other, root, **how)
+                    assert [*comm._state.backend._prepared.values()][-1].kernels == "gather"
+            works(comm)
+
+
 def filled(arrays: Any, value: float) -> None:
     for array in arrays:
         array.fill(value)
@@ -140,4 +181,11 @@ def known_splits() -> None:
             works(comm)
 
 
-SCENARIOS = rules_of_splits, recorded_splits, launches_of_splits, slots_of_long_messages, known_splits
+SCENARIOS = (
+    rules_of_splits,
+    recorded_splits,
+    launches_of_splits,
+    slots_of_long_messages,
+    known_splits,
+    broadcasts_in_two_hops,
+)

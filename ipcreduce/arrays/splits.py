@@ -96,6 +96,8 @@ class SplitCall(NamedTuple):
     def checked(self, make: Callable[[SplitCall, Split, Any, Any], _Made]) -> tuple[list[_Made], Split]:
         """Check the arguments. Returns what ``make`` makes of each array and its output, and the split of the call.
 
+        The axis of that is counted from 0, so that 1 and -1 are one call, unless a list's arrays differ in that.
+
         :raises ArgumentError: if an argument is wrong.
         """
         split, made = self._split(), []
@@ -104,7 +106,8 @@ class SplitCall(NamedTuple):
                 made.append(make(self, split, array, out))
         if self.is_list and self.out is not None:
             lists.check_apart([(one.source, one.target) for one in made])
-        return made, split if self.is_list else made[0].splitting.split
+        found = {one.splitting.split for one in made}
+        return made, found.pop() if len(found) == 1 else split
 
     def _split(self) -> Split:
         collective, _, axis, sizes, root, _ = self.key

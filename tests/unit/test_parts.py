@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.arrays import splits
-from ipcreduce.arrays.host_splits import SplitParts
+from ipcreduce.arrays.host_splits import HostSplit, SplitParts
 from ipcreduce.calls.addresses import addresses_of
 from ipcreduce.calls.request import BROADCAST, GATHER, SCATTER, Collective, Moved, Request, Rows, Split
 from ipcreduce.device import arguments
@@ -185,6 +185,17 @@ def test_what_the_ranks_compare():
     ]  # fmt: skip
     assert len({call.fingerprint for call in calls}) == len({call.fingerprint.text for call in calls}) == len(calls)
     assert calls[8].fingerprint.text == "reduce-scatter by sum of int8 (6, 4), axis 0, no sizes="
+
+
+def test_an_axis_of_a_list_is_counted_from_0():
+    """Unless it is another one for each array."""
+    square, cube = np.zeros((2, 2), "f4"), np.zeros((2, 2, 2), "f4")
+    for arrays, axis, due in (
+        (square, -1, 1), ([square], -2, 0), ([square, square], -1, 1), ([square, square], 1, 1), ([], -1, -1),
+        ([square, cube], -1, -1), ([cube, square], 1, 1), ([square, cube], -2, -2),
+    ):  # fmt: skip
+        call = splits.SplitCall(arrays, None, (GATHER, None, axis, None, 0, None), 1, 2)
+        assert HostSplit(call).request.split == Split(GATHER, due), (arrays, axis)
 
 
 def test_a_collective_that_a_layer_does_not_know_is_no_other_one():

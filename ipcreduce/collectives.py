@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import habits
-from .arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall, SplitKey
+from .arrays.splits import SplitCall, SplitKey
 from .calls import call_lock
+from .calls.request import BROADCAST, GATHER, SCATTER
 from .cuda import cupy_runtime
 from .options import checked_sms
 from .types import Op

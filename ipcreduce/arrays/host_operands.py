@@ -32,10 +32,10 @@ class HostCall(Protocol):
     @property
     def request(self) -> Request: ...
 
-    def parts(self) -> Iterable[Part]:
-        """The all-reduces to make, one after the other."""
+    def parts(self) -> Iterable[Any]:
+        """The all-reduces to make, one after the other: each a :data:`Part`. Or, of a split call, ``SplitParts``."""
 
-    def result(self, reduced: Sequence[Array]) -> Any:
+    def result(self, reduced: Sequence[Any], /) -> Any:
         """The call's result. ``reduced``: the result of each part, in the part's third member if that is not None."""
 
 

@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..calls.request import Member, Moved, Request, Rows
+from ..calls.request import BROADCAST, Collective, Request, Split
 from ..cuda import torch_runtime
-from ..dtypes import KINDS, kind_name, op_name, reduced_as
-from ..errors import ArgumentError, naming_member
-from ..page.fingerprint import Fingerprint
+from ..dtypes import KINDS, op_name, reduced_as
+from ..errors import ArgumentError
 from . import views
 from .host_operands import Array, as_numpy
-from .lists import check_apart
-from .operands import check_own_elements, check_writable
-from .splits import BROADCAST, GATHER, SCATTER, SplitCall, Splitting, check_output, is_simple, readable
+from .operands import check_writable
+from .splits import SplitCall, Splitting, is_simple, readable
+
+
+class SplitParts(NamedTuple):
+    """The memory of one array that the ranks exchange, in contiguous arrays of one axis.
+
+    :ivar op: one of ``dtypes.OPS``; "" where nothing is reduced. :ivar root: of a collective that is rooted; else None.
+    :ivar sources: this rank's part alone, if the collective gathers; else each rank's part.
+    :ivar targets: for the results: each rank's part, if the collective gathers; else this rank's part alone.
+    """
+
+    collective: Collective
+    op: str
+    root: int | None
+    sources: list[Array]
+    targets: list[Array]
+
+    @classmethod
+    def of_root(cls, flat: Array, root: int, rank: int, n: int) -> SplitParts:
+        """Those of a broadcast: rank ``root``'s part is everything, and the others' are empty."""
+        parts = [flat[:0]] * n
+        parts[root] = flat
+        return cls(BROADCAST, "", root, [parts[rank]], parts)
 
 
 class HostSplit:
-    """The host arrays of an all-gather, reduce-scatter or broadcast, and their outputs, checked."""
+    """The host arrays of an all-gather, reduce-scatter or broadcast, checked. It is a :class:`HostCall`."""
 
     def __init__(self, given: SplitCall) -> None:
-        self._call, splitting = given, given.checked()
-        self.arrays: list[HostSplitArray] = []
-        for index, (array, out) in enumerate(zip(given.arrays, given.outputs, strict=True)):
-            with naming_member(index if given.is_list else None):
-                self.arrays.append(HostSplitArray(given, splitting, array, out))
-        self.exchanged = self.arrays or [_nothing(given)]
-        if given.is_list and given.out is not None:
-            check_apart([(one.source, one.target) for one in self.arrays])
-        split = splitting.split if given.is_list else self.arrays[0].splitting.split
-        op = "" if not given.reduces else self.arrays[0].op if self.arrays else op_name(given.op)
+        self._call = given
+        self.arrays, split = given.checked(HostSplitArray)
+        op = self.arrays[0].op if self.arrays else op_name(given.op) if given.collective.reduces else ""
         members = tuple(one.member for one in self.arrays)
         self.request = Request(op, members, is_list=given.is_list, on_host=True, sms=given.sms, split=split)
 
-    def finish(self) -> Any:
+    def parts(self) -> Iterator[SplitParts]:
+        """The exchange of each array. That of an empty list is without data, but waits for the other ranks, too."""
+        for one in self.arrays:
+            yield one.parts
+        if not self.arrays:
+            yield SplitParts.of_root(np.empty(0, np.uint8), 0, self._call.rank, self._call.n)
+
+    def result(self, _: Any) -> Any:
         """The call's result, once each array is exchanged."""
         results = [one.finish() for one in self.arrays]
         if not self._call.is_list:
@@ -44,120 +65,73 @@ class HostSplit:
         return results if self._call.out is None else self._call.out
 
 
-class SplitParts(NamedTuple):
-    """The memory of one array that the ranks exchange, in contiguous arrays of one axis.
-
-    :ivar op: one of ``dtypes.OPS``; "" where nothing is reduced. :ivar root: of a broadcast; else None.
-    :ivar sources: of a reduce-scatter each rank's part; else this rank's part alone.
-    :ivar targets: for the results: of a reduce-scatter this rank's part; else all parts.
-    """
-
-    op: str
-    root: int | None
-    sources: list[Array]
-    targets: list[Array]
-
-
 class HostSplitArray:
     """One array of a call, and its output.
 
-    :ivar reduced: the dtype as which it is exchanged. See :class:`SplitParts` for the others.
+    :ivar reduced: the dtype as which it is exchanged. :ivar parts: the memory that is exchanged.
     """
 
-    def __init__(self, call: SplitCall, splitting: Splitting, array: Any, out: Any) -> None:
-        self._collective, self._call, self._array, self._out = call.collective, call, array, out
-        self.root = splitting.split.root if call.collective == BROADCAST else None
-        gathers = call.collective == GATHER
-        moved, self._dtype = readable(call, array)
-        source = as_numpy(moved, "array")
-        if isinstance(array, views.NUMBERS) and not gathers:
-            raise ArgumentError(f"array is a number, and {call.collective} takes arrays. Pass numpy.asarray(it)")
-        if source.dtype.hasobject:
-            raise ArgumentError(f"dtype {source.dtype} is of Python objects, which lie in one process. Pass numbers")
-        self.splitting, self.whole, self.part = splitting.of(source)
-        self.source = source.reshape(self.part) if gathers and not source.ndim else source
-        self.op = op_name(call.op, source.dtype) if call.reduces else ""
-        self.reduced = np.dtype(np.uint8) if not call.reduces else KINDS[reduced_as(kind_name(source.dtype, self.op))]
-        if call.collective == BROADCAST:
+    def __init__(self, call: SplitCall, split: Split, array: Any, out: Any) -> None:
+        self._array, self._out, collective = array, out, call.collective
+        moved, dtype = readable(call, array)
+        view = as_numpy(moved, "array")
+        if isinstance(array, views.NUMBERS) and (collective.rooted or not collective.gathers):
+            raise ArgumentError(f"array is a number, and {collective.name} takes arrays. Pass numpy.asarray(it)")
+        if view.dtype.hasobject:
+            raise ArgumentError(f"dtype {view.dtype} is of Python objects, which lie in one process. Pass numbers")
+        self.splitting = Splitting.of(call, split, view, dtype)
+        source = self.source = self.splitting.source
+        self.op, self.member = self.splitting.compared()
+        self.reduced = KINDS[reduced_as(self.member.kind)] if self.op else np.dtype(np.uint8)
+        if collective.rooted:
+            self.splitting.check_in_place(source, array)
             self.target: Array = source
-            if call.rank != self.root:
-                check_writable(source, array, "array")
-                check_own_elements(source, "array")
         elif out is None:
-            self.target = np.empty(self.whole if gathers else self.part, source.dtype)
+            self.target = np.empty(self.splitting.result, source.dtype)
         else:
             self.target = self._output(out)
-        self._prepare()
+        self.parts, self._copies = self._exchanged()
 
     def _output(self, out: Any) -> Array:
         if views.is_device(out, "out") or isinstance(out, views.NUMBERS):
             raise ArgumentError(
                 f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array as out"
             )
-        target = as_numpy(readable(self._call, out)[0], "out")
-        check_output(self._call, self.splitting, self.whole, self.source, target)
+        target = as_numpy(readable(self.splitting.call, out)[0], "out")
+        self.splitting.check_output(target)
         check_writable(target, out)
         return target
 
-    @property
-    def member(self) -> Member | Moved:
-        """The array as the ranks compare it."""
-        if self.op:
-            return Member(self.whole, kind_name(self.source.dtype, self.op))
-        return Moved(self.whole, self._dtype or str(self.source.dtype), self.source.itemsize)
-
-    @property
-    def parts(self) -> SplitParts:
-        """The memory that is exchanged."""
-        return SplitParts(self.op, self.root, self.sources, self.targets)
-
-    def _prepare(self) -> None:
-        call, n = self._call, self.splitting.n
-        if self._collective == BROADCAST:
+    def _exchanged(self) -> tuple[SplitParts, list[tuple[Array, Array]]]:
+        """The memory that is exchanged, and the copies to make then: to an array from contiguous memory."""
+        call, split, *_ = self.splitting
+        if call.collective.rooted:
             flat = self._flat(self.source)
-            self.sources, nothing = [flat], flat[:0]
-            self.targets = [flat if rank == self.root else nothing for rank in range(n)]
-            if call.rank != self.root:
-                self.sources = [nothing]
-            self._copied = flat
-            return
-        places = [self.splitting.place(self.whole, rank) for rank in range(n)]
-        if self._collective == SCATTER:
-            self.sources = [self._flat(self.source[place]) for place in places]
-            self.targets = [self._room(self.target)]
+            parts = SplitParts.of_root(flat, split.root, call.rank, call.n)
+            return parts, [] if call.rank == split.root else [(self.target, flat)]
+        sources, targets = [self.source], [self.target]
+        if call.collective.gathers:
+            targets = [self.target[place] for place in self.splitting.places]
         else:
-            self.sources = [self._flat(self.source)]
-            self.targets = [self._room(self.target[place]) for place in places]
-        self._places = places
+            sources = [self.source[place] for place in self.splitting.places]
+        rooms = [self._flat(one if one.flags.c_contiguous else np.empty(one.shape, one.dtype)) for one in targets]
+        parts = SplitParts(call.collective, self.op, None, [*map(self._flat, sources)], rooms)
+        return parts, [*zip(targets, rooms, strict=True)]
 
     def _flat(self, array: Array) -> Array:
         """The elements in the same memory, if they are contiguous there; else a copy."""
         return np.ascontiguousarray(array).reshape(-1).view(self.reduced)
 
-    def _room(self, target: Array) -> Array:
-        """Room for the elements of a target: in its memory, if they are contiguous there."""
-        return self._flat(target if target.flags.c_contiguous else np.empty(target.shape, target.dtype))
-
     def finish(self) -> Any:
         """Copy results to where they belong. Returns what the call returns for this array."""
-        if self._collective == BROADCAST:
-            if self._call.rank != self.root:
-                self._put(self.target, self._copied)
-            return self._array
-        if self._collective == SCATTER:
-            self._put(self.target, self.targets[0])
-        else:
-            for place, part in zip(self._places, self.targets, strict=True):
-                self._put(self.target[place], part)
+        for target, flat in self._copies:
+            if not np.may_share_memory(target, flat):
+                target[...] = flat.view(target.dtype).reshape(target.shape)
         if self._out is not None:
             return self._out
         if torch_runtime.is_tensor(self._array):
             return torch_runtime.float8_of_bytes(torch_runtime.of_numpy(self.target), self._array)
         return self.target
-
-    def _put(self, target: Array, flat: Array) -> None:
-        if not np.may_share_memory(target, flat):
-            target[...] = flat.view(target.dtype).reshape(target.shape)
 
 
 class CachedSplit:
@@ -166,48 +140,38 @@ class CachedSplit:
     :ivar fingerprint: of each of these calls, by which the ranks compare it.
     """
 
-    def __init__(self, given: SplitCall, one: HostSplitArray, fingerprint: Fingerprint, rows: Rows) -> None:
-        self.fingerprint, self._rank, self._n = fingerprint, given.rank, given.n
-        self._op, self._root, self._reduced, self._dtype = one.op, one.root, one.reduced, one.source.dtype
-        self._shape = one.whole if given.collective == GATHER else one.part
+    def __init__(self, given: SplitCall, used: HostSplit) -> None:
+        (one,), self.fingerprint, self._rank, self._n = used.arrays, used.request.fingerprint, given.rank, given.n
+        self._collective, self._op, self._root, *_ = one.parts
+        self._reduced, self._dtype, self._shape = one.reduced, one.source.dtype, one.splitting.result
+        rows = one.splitting.split.rows(one.splitting.whole, one.source.itemsize, given.n)
+        self._has_gaps, self._is_read = rows.rows > 1, self._root in (None, given.rank)
         firsts = [begin // self._reduced.itemsize for begin in (*rows.offsets, rows.pitch)]
         self._places = [slice(*ends) for ends in pairwise(firsts)]  # of the parts, in a whole array
 
     @staticmethod
-    def of(given: SplitCall, used: HostSplit) -> CachedSplit | None:
-        """The call as one that may come again; None if it is not of such an array, or if its parts have gaps."""
-        split, array = used.request.split, given.array
-        if type(array) is not np.ndarray or not array.ndim or split is None or not is_simple(given.key):
-            return None
-        (one,) = used.arrays
-        rows = split.rows(one.whole, array.itemsize, given.n)
-        return CachedSplit(given, one, used.request.fingerprint, rows) if rows.rows == 1 else None
+    def key(given: SplitCall) -> Any:
+        """The key of such calls; None for one that is always checked, as one on a list is."""
+        array, key = given.array, given.key
+        return (key, array.shape, array.dtype) if type(array) is np.ndarray and array.ndim and is_simple(key) else None
 
     def again(self, array: Any, out: Any) -> tuple[SplitParts, Any] | None:
         """The parts and the result of a call; None if it has to be checked."""
-        is_read = self._root is None or self._root == self._rank
-        if not (array.flags.c_contiguous if is_read else array.flags.carray):
-            return None
+        if self._has_gaps or not (array.flags.c_contiguous if self._is_read else array.flags.carray):
+            return None  # carray: contiguous, aligned and writable
         flat = array.reshape(-1).view(self._reduced)
         if self._root is not None:
-            nothing = flat[:0]
-            targets = [flat if rank == self._root else nothing for rank in range(self._n)]
-            return SplitParts("", self._root, [flat if is_read else nothing], targets), array
+            return SplitParts.of_root(flat, self._root, self._rank, self._n), array
         if out is None:
             out = np.empty(self._shape, self._dtype)
-        elif not self._fits(out) or np.may_share_memory(array, out):
+        elif (
+            type(out) is not np.ndarray or out.shape != self._shape or out.dtype != self._dtype
+            or not out.flags.carray or np.may_share_memory(array, out)
+        ):  # fmt: skip
             return None
         target = out.reshape(-1).view(self._reduced)
-        if self._op:
-            return SplitParts(self._op, None, [flat[place] for place in self._places], [target]), out
-        return SplitParts("", None, [flat], [target[place] for place in self._places]), out
-
-    def _fits(self, out: Any) -> bool:
-        same = type(out) is np.ndarray and out.shape == self._shape and out.dtype == self._dtype
-        return same and bool(out.flags.carray)  # contiguous, aligned and writable
-
-
-def _nothing(given: SplitCall) -> HostSplitArray:
-    """An exchange without data, by which a call on an empty list waits for the ranks."""
-    none = given._replace(array=np.empty(0, np.uint8), key=(BROADCAST, None, 0, None, 0, None))
-    return HostSplitArray(none, none.checked(), none.array, None)
+        if self._collective.gathers:
+            sources, targets = [flat], [target[place] for place in self._places]
+        else:
+            sources, targets = [flat[place] for place in self._places], [target]
+        return SplitParts(self._collective, self._op, None, sources, targets), out

@@ -9,6 +9,7 @@ from .device_norms import DeviceNorm
 from .device_splits import DeviceSplit
 from .host_norms import HostNorm
 from .host_operands import HostCall
+from .host_splits import HostSplit
 from .lists import DeviceList, HostList, ListCall
 from .maps import DeviceMap, HostMap, MapCall
 from .norms import NormCall
@@ -20,6 +21,6 @@ from .splits import SplitCall
 DEVICE: dict[type, Callable[[Any, Site], DeviceCall]] = {
     PlainCall: DevicePlain, ListCall: DeviceList, MapCall: DeviceMap, NormCall: DeviceNorm, SplitCall: DeviceSplit,
 }  # fmt: skip
-HOST: dict[type, Callable[[Any], HostCall]] = {  # SplitCall, which is no all-reduce, has HostSplit
-    PlainCall: HostPlain, ListCall: HostList, MapCall: HostMap, NormCall: HostNorm,
+HOST: dict[type, Callable[[Any], HostCall]] = {
+    PlainCall: HostPlain, ListCall: HostList, MapCall: HostMap, NormCall: HostNorm, SplitCall: HostSplit,
 }  # fmt: skip

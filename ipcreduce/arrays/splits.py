@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..calls.request import Split
+from ..calls.request import Collective, Member, Moved, Split
 from ..cuda import torch_runtime
-from ..errors import ArgumentError, reading
+from ..dtypes import kind_name, op_name
+from ..errors import ArgumentError, naming_member, reading
 from ..texts import shown
 from . import lists, views
-from .operands import check_own_elements
+from .operands import check_own_elements, check_writable
 
-GATHER, SCATTER, BROADCAST = "all-gather", "reduce-scatter", "broadcast"
 _LONGEST = 1 << 47  # more elements than any array has along an axis
 Shape = tuple[int, ...]
+_Made = TypeVar("_Made", bound=Any)
 _TOO_MANY_BYTES = 1 << 63  # for an array of any library
-# The arguments of a call but for its arrays, as they are given: the collective, op, axis, sizes, root and sms.
-SplitKey = tuple[str, Any, Any, Any, Any, Any]
+# The arguments of a call but for its arrays, as they are given: the collective, op, axis, sizes, root and sms. No
+# NamedTuple, which would take each repeated call 0.2 us to make.
+SplitKey = tuple[Collective, Any, Any, Any, Any, Any]
 
 
 def is_simple(key: SplitKey) -> bool:
@@ -38,7 +39,10 @@ def is_simple(key: SplitKey) -> bool:
 
 
 class SplitCall(NamedTuple):
-    """The arguments, as the program gave them. :ivar rank: this process's, of ``n`` ranks."""
+    """The arguments, as the program gave them.
+
+    :ivar out: if the collective is rooted, the array itself. :ivar rank: this process's, of ``n`` ranks.
+    """
 
     array: Any
     out: Any
@@ -47,18 +51,13 @@ class SplitCall(NamedTuple):
     n: int
 
     @property
-    def collective(self) -> str:
-        """The name of the collective: :data:`GATHER`, :data:`SCATTER` or :data:`BROADCAST`."""
+    def collective(self) -> Collective:
+        """The collective, by which the arrays are split."""
         return self.key[0]
 
     @property
-    def reduces(self) -> bool:
-        """True for a reduce-scatter: the others move bytes."""
-        return self.key[0] == SCATTER
-
-    @property
     def op(self) -> Any:
-        """The op of a reduce-scatter."""
+        """The op of a collective that reduces."""
         return self.key[1]
 
     @property
@@ -79,8 +78,6 @@ class SplitCall(NamedTuple):
     @property
     def outputs(self) -> Sequence[Any]:
         """The output of each array: None for a new one. :raises ArgumentError: see :func:`lists.outputs`."""
-        if self.collective == BROADCAST:  # the output of a broadcast is its array
-            return self.arrays
         return lists.outputs(self.array, self.out) if self.is_list else [self.out]
 
     @property
@@ -96,14 +93,29 @@ class SplitCall(NamedTuple):
         """Check that the arrays' libraries have one current stream. :raises ArgumentError: if not."""
         lists.check_streams(self.arrays)
 
-    def checked(self) -> Splitting:
-        """Check the arguments that say how arrays are split. :raises ArgumentError: if one is wrong."""
+    def checked(self, make: Callable[[SplitCall, Split, Any, Any], _Made]) -> tuple[list[_Made], Split]:
+        """Check the arguments. Returns what ``make`` makes of each array and its output, and the split of the call.
+
+        The axis of that is counted from 0, so that 1 and -1 are one call, unless a list's arrays differ in that.
+
+        :raises ArgumentError: if an argument is wrong.
+        """
+        split, made = self._split(), []
+        for index, (array, out) in enumerate(zip(self.arrays, self.outputs, strict=True)):
+            with naming_member(index if self.is_list else None):
+                made.append(make(self, split, array, out))
+        if self.is_list and self.out is not None:
+            lists.check_apart([(one.source, one.target) for one in made])
+        found = {one.splitting.split for one in made}
+        return made, found.pop() if len(found) == 1 else split
+
+    def _split(self) -> Split:
         collective, _, axis, sizes, root, _ = self.key
-        if collective == BROADCAST:
+        if collective.rooted:
             root = _whole_number(root, "root")
             if not 0 <= root < self.n:
                 raise ArgumentError(f"root is {root}. Pass a rank from 0 to {self.n - 1}")
-            return Splitting(Split(BROADCAST, root=root), self.rank, self.n)
+            return Split(collective, root=root)
         if sizes is not None:
             with reading("sizes", sizes):
                 if not isinstance(sizes, (list, tuple, np.ndarray)) or len(sizes) != self.n:
@@ -112,7 +124,7 @@ class SplitCall(NamedTuple):
                 sizes = tuple(_whole_number(size, "a member of sizes") for size in sizes)
             if min(sizes) < 0:
                 raise ArgumentError(f"sizes is {[*sizes]}. Pass lengths of 0 or more")
-        return Splitting(Split(collective, _whole_number(axis, "axis"), sizes), self.rank, self.n)
+        return Split(collective, _whole_number(axis, "axis"), sizes)
 
 
 def _whole_number(value: Any, name: str) -> int:
@@ -123,99 +135,112 @@ def _whole_number(value: Any, name: str) -> int:
 
 
 class Splitting(NamedTuple):
-    """A split, for the arrays of one rank."""
+    """One array of a call, and how it is split.
 
+    :ivar split: with its axis counted from 0. :ivar source: NumPy's or CuPy's array.
+    :ivar dtype: the name of its dtype; "" for that of ``source``.
+    :ivar whole: the shape of the whole array. :ivar part: of this rank's part.
+    """
+
+    call: SplitCall
     split: Split
-    rank: int
-    n: int
+    source: Any
+    dtype: str
+    whole: Shape
+    part: Shape
 
-    def of(self, array: Any) -> tuple[Splitting, Shape, Shape]:
-        """The split of this array, its axis counted from 0; the shapes of the whole array and of the part.
+    @classmethod
+    def of(cls, call: SplitCall, split: Split, source: Any, dtype: str) -> Splitting:
+        """The split of this array.
 
         :raises ArgumentError: if it cannot be split so, or if there can be no such whole array.
         """
-        shape = array.shape
-        collective, axis, sizes, _ = self.split
-        if collective == BROADCAST:
-            return self, shape, shape
-        if not shape and collective == GATHER:
-            shape = (1,)  # a number counts as an array of one element
+        if call.collective.rooted:
+            return cls(call, split, source, dtype, source.shape, source.shape)
+        if not source.ndim and call.collective.gathers:
+            source = source.reshape(1)  # a number counts as an array of one element
+        shape, axis = source.shape, split.axis
         if not -len(shape) <= axis < len(shape):
             raise ArgumentError(
                 f"axis is {axis}, and array has {len(shape)} dimensions. "
                 + (f"Pass an axis from {-len(shape)} to {len(shape) - 1}" if shape else "Pass an array with one")
             )
         axis %= len(shape)
-        whole = part = shape[axis]
-        if collective == GATHER:
-            whole = self._gathered(part)
-        else:
-            part = self._scattered(whole)
-        found = self._replace(split=self.split._replace(axis=axis, sizes=sizes))
-        before, behind = shape[:axis], shape[axis + 1 :]
-        everything = (*before, whole, *behind)
-        if math.prod(filter(None, everything)) * array.itemsize >= _TOO_MANY_BYTES:
-            raise ArgumentError(
-                f"the whole array would have shape {everything}, which no memory holds. Pass shorter parts"
-            )
-        return found, everything, (*before, part, *behind)
+        whole, part = ((*shape[:axis], length, *shape[axis + 1 :]) for length in _lengths(call, split, shape[axis]))
+        if math.prod(filter(None, whole)) * source.itemsize >= _TOO_MANY_BYTES:
+            raise ArgumentError(f"the whole array would have shape {whole}, which no memory holds. Pass shorter parts")
+        return cls(call, split._replace(axis=axis), source, dtype, whole, part)
 
-    def _gathered(self, length: int) -> int:
-        sizes = self.split.sizes
-        if sizes is None:
-            return length * self.n
-        if sizes[self.rank] != length:
-            raise ArgumentError(
-                f"array has length {length} along axis {self.split.axis}, but sizes={[*sizes]} says "
-                f"{sizes[self.rank]} for rank {self.rank}. Pass the length of each rank's array"
-            )
-        return sum(sizes)
+    @property
+    def result(self) -> Shape:
+        """The shape of the result."""
+        return self.whole if self.call.collective.gathers else self.part
 
-    def _scattered(self, length: int) -> int:
-        sizes = self.split.sizes
-        if sizes is None:
-            if length % self.n:
-                raise ArgumentError(
-                    f"array has length {length} along axis {self.split.axis}, which {self.n} ranks do not divide. Pass "
-                    "sizes=, the length of each rank's part"
-                )
-            return length // self.n
-        if sum(sizes) != length:
-            raise ArgumentError(
-                f"array has length {length} along axis {self.split.axis}, but sizes={[*sizes]} makes {sum(sizes)}. "
-                "Pass lengths that make up the array's"
-            )
-        return sizes[self.rank]
+    @property
+    def places(self) -> list[tuple[slice, ...]]:
+        """The index of each rank's part in the whole array."""
+        return self.split.places(self.whole, self.call.n)
 
-    def place(self, shape: Shape, rank: int) -> tuple[slice, ...]:
-        """The index of a rank's part in a whole array of this shape."""
-        _, axis, sizes, _ = self.split
-        lengths = sizes or (shape[axis] // self.n,) * self.n
-        begin = [*accumulate(lengths, initial=0)][rank]
-        return (*(slice(None),) * axis, slice(begin, begin + lengths[rank]))
+    def compared(self) -> tuple[str, Member | Moved]:
+        """The op, "" where nothing is reduced, and the array as the ranks compare it.
+
+        :raises ArgumentError: if it cannot be reduced so.
+        """
+        if not self.call.collective.reduces:
+            return "", Moved(self.whole, self.dtype or str(self.source.dtype), self.source.itemsize)
+        op = op_name(self.call.op, self.source.dtype)
+        return op, Member(self.whole, kind_name(self.source.dtype, op))
+
+    def check_in_place(self, target: Any, array: Any) -> None:
+        """Check an array that is its own output, as :func:`check_writable` does, unless this rank is the root.
+
+        :raises ArgumentError: if it cannot be written.
+        """
+        if self.call.rank != self.split.root:
+            check_writable(target, array, "array")
+            check_own_elements(self.source, "array")
+
+    def check_output(self, target: Any) -> None:
+        """Check the form and the memory of an output.
+
+        :param target: the array over its memory.
+        :raises ArgumentError: if it has another form, or shares memory with ``source`` other than in this rank's part.
+        """
+        source, gathers = self.source, self.call.collective.gathers
+        if target.shape != self.result or target.dtype != source.dtype:
+            raise ArgumentError(
+                f"out has shape {target.shape} and dtype {target.dtype}, but the result has shape {self.result} and "
+                f"dtype {source.dtype}. Pass an out of that form, or leave out= away for a new array"
+            )
+        check_own_elements(target)
+        part, whole = (source, target) if gathers else (target, source)
+        if views.share_memory(source, target) and not views.same_elements(whole[self.places[self.call.rank]], part):
+            what = "array this rank's part of out" if gathers else "out this rank's part of array"
+            raise ArgumentError(f"out shares memory with array. Pass an out that shares none, or make {what}")
+
+
+def _lengths(call: SplitCall, split: Split, length: int) -> tuple[int, int]:
+    """The lengths of the whole array and of this rank's part along the axis. ``length``: that of the rank's array."""
+    gathers, sizes, it = call.collective.gathers, split.sizes, f"array has length {length} along axis {split.axis}"
+    if sizes is None:
+        if gathers:
+            return length * call.n, length
+        if length % call.n:
+            raise ArgumentError(
+                f"{it}, which {call.n} ranks do not divide. Pass sizes=, the length of each rank's part"
+            )
+        return length, length // call.n
+    whole, part = sum(sizes), sizes[call.rank]
+    if gathers and part != length:
+        raise ArgumentError(
+            f"{it}, but sizes={[*sizes]} says {part} for rank {call.rank}. Pass the length of each rank's array"
+        )
+    if not gathers and whole != length:
+        raise ArgumentError(f"{it}, but sizes={[*sizes]} makes {whole}. Pass lengths that make up the array's")
+    return whole, part
 
 
 def readable(call: SplitCall, array: Any) -> tuple[Any, str]:
     """The array to read, and its dtype's name; "" for that of its view. PyTorch's floats of 8 bits become bytes."""
-    moved = array if call.reduces else torch_runtime.float8_as_bytes(array)
+    moved = array if call.collective.reduces else torch_runtime.float8_as_bytes(array)
     return moved, "" if moved is array else str(array.dtype).removeprefix("torch.")
-
-
-def check_output(call: SplitCall, splitting: Splitting, whole: Shape, source: Any, target: Any) -> None:
-    """Check the output of an all-gather or a reduce-scatter: its form and its memory.
-
-    :param whole: the shape of the whole array. :param target: the array over the memory of the output.
-    :raises ArgumentError: if it has another form, or shares memory with ``source`` other than in this rank's own place.
-    """
-    place, gathers = splitting.place(whole, splitting.rank), call.collective == GATHER
-    form = whole if gathers else source[place].shape
-    if target.shape != form or target.dtype != source.dtype:
-        raise ArgumentError(
-            f"out has shape {target.shape} and dtype {target.dtype}, but the result has shape {form} and dtype "
-            f"{source.dtype}. Pass an out of that form, or leave out= away for a new array"
-        )
-    check_own_elements(target)
-    own, other = (target[place], source) if gathers else (source[place], target)
-    if views.share_memory(source, target) and not views.same_elements(own, other):
-        what = "array this rank's part of out" if gathers else "out this rank's part of array"
-        raise ArgumentError(f"out shares memory with array. Pass an out that shares none, or make {what}")

@@ -29,7 +29,7 @@ class Collective:
 
     def results(self, count: int, n: int) -> int:
         """The elements of a result, if each rank passes ``count``."""
-        return {"allgather": count * n, "reduce_scatter": count // n}.get(self.name, count)
+        return {"allreduce": count, "allgather": count * n, "reduce_scatter": count // n, "broadcast": count}[self.name]
 
     def unit(self, n: int) -> int:
         """The number of elements of which a message must be a multiple."""
@@ -37,8 +37,8 @@ class Collective:
 
     def bus(self, n: int) -> float:
         """The factor by which nccl-tests multiply bytes, for a bandwidth to be compared with that of a link."""
-        factors = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "reduce_scatter": (n - 1) / n}
-        return factors.get(self.name, 1)
+        factors = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1, "broadcast": 1, "reduce_scatter": (n - 1) / n}
+        return factors[self.name]
 
     def wire(self, n: int) -> float:
         """The bytes that leave a rank for each byte of a message: in one hop or in two, whichever sends less."""

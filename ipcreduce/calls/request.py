@@ -6,7 +6,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ..dtypes import KINDS
@@ -102,34 +102,59 @@ def unit_of(itemsize: int) -> int:
     return min(itemsize & -itemsize, 8)
 
 
-class Split(NamedTuple):
-    """The way in which an all-gather, reduce-scatter or broadcast splits arrays among the ranks.
+@dataclass(frozen=True, eq=False)  # there is one object of each, whose hash is quick
+class Collective:
+    """A collective that splits arrays among the ranks: all that the layers ask about it.
 
-    :ivar collective: "all-gather", "reduce-scatter" or "broadcast".
-    :ivar axis: along which arrays are split. :ivar sizes: by rank, of its part along ``axis``; None for equal parts.
-    :ivar root: of a broadcast, whose part is everything.
+    :ivar gathers: ranks read their parts and write whole arrays. False: they read whole arrays and write their parts.
+    :ivar reduces: an op is applied to the ranks' values. False: bytes are moved, whatever they mean.
+    :ivar rooted: rank ``root``'s part is everything, and every array is its own output. False: there is an ``axis``.
     """
 
-    collective: str
+    name: str
+    gathers: bool
+    reduces: bool
+    rooted: bool
+
+
+GATHER = Collective("all-gather", gathers=True, reduces=False, rooted=False)
+SCATTER = Collective("reduce-scatter", gathers=False, reduces=True, rooted=False)
+BROADCAST = Collective("broadcast", gathers=True, reduces=False, rooted=True)
+
+
+class Split(NamedTuple):
+    """The way in which a collective splits arrays among the ranks.
+
+    :ivar axis: along which arrays are split. :ivar sizes: by rank, of its part along ``axis``; None for equal parts.
+    :ivar root: the rank whose part is everything, if the collective is rooted.
+    """
+
+    collective: Collective
     axis: int = 0
     sizes: tuple[int, ...] | None = None
     root: int = 0
 
     def __str__(self) -> str:
-        if self.collective == "broadcast":
+        if self.collective.rooted:
             return f" from rank {self.root}"
         return f", axis {self.axis}, " + ("no sizes=" if self.sizes is None else f"sizes={[*self.sizes]}")
 
+    def places(self, shape: tuple[int, ...], n: int) -> list[tuple[slice, ...]]:
+        """The index of each rank's part in a whole array of this shape."""
+        axis = self.axis % len(shape)
+        sizes = self.sizes or (shape[axis] // n,) * n
+        return [(*(slice(None),) * axis, slice(*ends)) for ends in pairwise(accumulate(sizes, initial=0))]
+
     def rows(self, shape: tuple[int, ...], itemsize: int, n: int) -> Rows:
         """The places of the parts in a contiguous whole array of this shape."""
-        if self.collective == "broadcast":
-            nbytes = math.prod(shape) * itemsize
-            return Rows(1, nbytes, (0,) * n, tuple(nbytes if rank == self.root else 0 for rank in range(n)))
-        axis = self.axis % len(shape)
+        if self.collective.rooted:  # as an all-gather along a new axis, where the root has one and the others none
+            sizes = tuple(int(rank == self.root) for rank in range(n))
+            return Split(GATHER, 0, sizes).rows((1, *shape), itemsize, n)
+        parts = self.places(shape, n)
+        axis = len(parts[0]) - 1
         inner = math.prod(shape[axis + 1 :]) * itemsize
-        sizes = self.sizes or (shape[axis] // n,) * n
-        widths = tuple(size * inner for size in sizes)
-        offsets = tuple(accumulate(widths, initial=0))[:n]
+        offsets = tuple(part[axis].start * inner for part in parts)
+        widths = tuple((part[axis].stop - part[axis].start) * inner for part in parts)
         return Rows(math.prod(shape[:axis]), shape[axis] * inner, offsets, widths)
 
 
@@ -188,7 +213,7 @@ def _in_words(request: Request) -> Fingerprint:
     where += " on the host" if request.on_host else ""
     doing, every = request.op, [f"{one.kind} {one.shape}" for one in request.members]
     if request.split is not None:
-        doing, where = request.split.collective + (f" by {doing}" if doing else ""), f"{request.split}{where}"
+        doing, where = request.split.collective.name + (f" by {doing}" if doing else ""), f"{request.split}{where}"
     if request.is_list:
         return Fingerprint.of(f"{doing} of {len(every)} arrays{where}: {', '.join(every)}")
     if request.split is not None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from .. import clock
+from ..calls.request import BROADCAST, GATHER, SCATTER
 from ..dtypes import reduce
 from ..ranks import exchange
 from ..ranks.mpi import MpiRanks
@@ -59,11 +60,11 @@ class MpiReducer:
         if n == 1:
             split_alone(one)
             return
-        way = self._scatter if one.op else self._gather if one.root is None else self._broadcast
+        way = self._WAYS[one.collective]
         step = _SEGMENT_BYTES // n // one.targets[0].itemsize
         for begin in range(0, max(map(len, (*one.sources, *one.targets))), step):
             sources, targets = ([part[begin : begin + step] for part in parts] for parts in (one.sources, one.targets))
-            way(one, sources, targets, wait)
+            way(self, one, sources, targets, wait)
 
     def _broadcast(self, one: SplitParts, _: list[Array], targets: list[Array], wait: Wait) -> None:
         assert one.root is not None
@@ -83,6 +84,8 @@ class MpiReducer:
         sent = np.concatenate(sources).view(np.uint8)
         wait(self._mpi.Ialltoallv([sent, _places(counts)], [received.reshape(-1).view(np.uint8), _places(own)]))
         reduce([*received], one.op, target)
+
+    _WAYS: ClassVar = {GATHER: _gather, SCATTER: _scatter, BROADCAST: _broadcast}
 
     def _waiting(self, call: int, interrupt: Callable[[], None]) -> Wait:
         return partial(

@@ -11,10 +11,10 @@ import numpy as np
 
 from .. import clock
 from ..arrays import kinds
-from ..arrays.host_operands import Array, HostCall
+from ..arrays.host_operands import Array, HostCall, Part
 from ..arrays.host_splits import CachedSplit, HostSplit, SplitParts
 from ..arrays.plain import PlainCall
-from ..arrays.splits import SplitCall, is_simple
+from ..arrays.splits import SplitCall
 from ..calls.sequence import CallSequence
 from ..dtypes import DTYPES, OPS
 from ..errors import IpcReduceError, UnsupportedError
@@ -81,37 +81,24 @@ class HostReducer:
         if fingerprint is not None and self._shared is not None:
             self._calls.enter(fingerprint, DEFAULT_STREAM)
             return self._through_memory(self._shared, fingerprint, *given[:3])
-        if type(given) is SplitCall:
-            return self._call_split(given)
+        key = CachedSplit.key(given) if type(given) is SplitCall else None
+        known = self._splits.get(key)
+        again = None if known is None else known.again(given.array, given.out)
+        if known is not None and again is not None:
+            self._enter(known.fingerprint)
+            self._exchange_parts(known.fingerprint, again[0])
+            return again[1]
         used: HostCall = kinds.HOST[type(given)](given)
         fingerprint = used.request.fingerprint
         self._enter(fingerprint)
-        result = used.result([self._exchange(fingerprint, *part) for part in used.parts()])
+        exchange = self._exchange_parts if type(given) is SplitCall else self._exchange
+        result = used.result([exchange(fingerprint, part) for part in used.parts()])
+        if key is not None and isinstance(used, HostSplit) and known is None and len(self._splits) < _MAX_KNOWN:
+            self._splits[key] = CachedSplit(given, used)
         if plain and type(given.array) is np.ndarray and len(self._plain) < _MAX_KNOWN:
             array, op = given[:2]
             if type(op) is str and op in OPS and array.dtype in DTYPES:
                 self._plain[array.shape, array.dtype, op] = fingerprint
-        return result
-
-    def _call_split(self, given: SplitCall) -> Any:
-        array, key = given.array, given.key
-        known: CachedSplit | None = None
-        if type(array) is np.ndarray and is_simple(key):
-            known = self._splits.get((key, array.shape, array.dtype))
-            again = None if known is None else known.again(array, given.out)
-            if known is not None and again is not None:
-                self._enter(known.fingerprint)
-                self._exchange_parts(known.fingerprint, again[0])
-                return again[1]
-        used = HostSplit(given)
-        fingerprint = used.request.fingerprint
-        self._enter(fingerprint)
-        for one in used.exchanged:
-            self._exchange_parts(fingerprint, one.parts)
-        result = used.finish()
-        cached = CachedSplit.of(given, used) if known is None and len(self._splits) < _MAX_KNOWN else None
-        if cached is not None:
-            self._splits[key, array.shape, array.dtype] = cached
         return result
 
     def _exchange_parts(self, fingerprint: Fingerprint, one: SplitParts) -> None:
@@ -145,7 +132,8 @@ class HostReducer:
             calls.gather(calls.number, b"")
             calls.compare(fingerprint)  # all have come: MPI does not compare what it carries
 
-    def _exchange(self, fingerprint: Fingerprint, array: Array, op: str, out: Array | None) -> Array:
+    def _exchange(self, fingerprint: Fingerprint, part: Part) -> Array:
+        array, op, out = part
         if self._shared is not None:
             return self._through_memory(self._shared, fingerprint, array, op, out)
         assert self._mpi is not None

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ..calls.backend import Backend
+from ..calls.request import BROADCAST, GATHER, SCATTER
 from ..dtypes import reduce
 from .segment import Segment
 
@@ -111,10 +112,8 @@ class SharedReducer(Backend):
         """Exchange the parts of an array. See :meth:`allreduce`."""
         if self._n == 1:
             split_alone(one)
-        elif one.op:
-            self._scatter(one, check, agreed)
         else:
-            self._gather(one, check, agreed)
+            self._WAYS[one.collective](self, one, check, agreed)
 
     def _gather(self, one: SplitParts, check: Check, agreed: Callable[[], None]) -> None:
         rank, (source,), targets = self._rank, one.sources, one.targets
@@ -156,6 +155,8 @@ class SharedReducer(Backend):
             agreed = _nothing
             part = target[first : first + count]
             reduce([place[rank, : part.size] for place in typed], one.op, part)
+
+    _WAYS: ClassVar = {GATHER: _gather, SCATTER: _scatter, BROADCAST: _gather}
 
     def _turns(self, nbytes: int, unit: int, check: Check) -> Iterator[tuple[int, int, list[Array]]]:
         """The chunks of a message: where it begins, its most bytes, and each rank's place for it.

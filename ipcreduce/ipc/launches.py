@@ -143,7 +143,7 @@ class Launches:
     def _of_parts(self, request: Request) -> Prepared:
         """All-gather, broadcast or reduce-scatter: a launch for all arrays that are reduced as one dtype."""
         assert request.split is not None
-        n, collective = self._workspace.n, request.split.collective
+        n, collective = self._workspace.n, request.split.collective.name
         op, length = request.op or "sum", len(request.members) if request.is_list else None
         most = min(plan.packets_of_rows(n - 1, self._workspace.half_bytes), plan.LAUNCH_PACKETS)
         steps: list[Step] = []
@@ -164,7 +164,7 @@ class Launches:
                 args[BYTES] = one.longest * plan.PACKET_BYTES
                 shape = tiles[:2] if tiles else self._parts_shape(one.longest, request.sms)
                 launch = self.kernels.launch(Kernel(name, dtype, op, members=parts.places(one)), *shape, args)
-                steps.append(parts.step(one, launch, gathers=not request.op, length=length))
+                steps.append(parts.step(one, launch, gathers=request.split.collective.gathers, length=length))
                 names.append(name)
         return _prepared(request, steps, names)
 

@@ -24,10 +24,10 @@ from . import lists
 from .plan import BYTES, PACKET_BYTES
 
 KERNELS = {"all-gather": "gather", "broadcast": "gather", "reduce-scatter": "scatter"}
-# The most arrays of a launch: one has a kernel of its own, and then as many as fit into 4 KB and 32,764 bytes.
-ONE, SHORT, LONG = 1, 25, 213
 _PART, _WHOLE, _PITCH, _OFFSETS, _WIDTHS, _FIRST = 0, 1, 2, 3, 11, 15  # words of struct Member
 MEMBER_WORDS, TABLE_WORDS = 19, 4  # of struct Member; of struct PartsTable before the members
+# The most arrays of a launch: one has a kernel of its own, and then as many as fit into 4 KB and 32,764 bytes.
+ONE, SHORT, LONG = 1, *((most // 8 - ARG_WORDS - TABLE_WORDS) // MEMBER_WORDS for most in (4096, 32_764))
 _UNUSED = 0xFFFFFFFF  # the first packet of a member that is not in use
 _UNSIGNED = {8: "uint64", 4: "uint32", 2: "uint16", 1: "uint8"}
 

@@ -7,17 +7,18 @@ for each rank, in one group. Rows are packed by the caller: see ``Prepared.packe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
 from ..calls.addresses import pairs_of
-from ..calls.request import Request
+from ..calls.request import BROADCAST, GATHER, SCATTER, Request
 from ..dtypes import KINDS, reduced_as
 from . import library
 
 Call = tuple[str, tuple[int, ...]]  # the function of the binding, and its arguments but for communicator and stream
-_BYTE = library.DTYPES["uint8"]
+_BYTES: tuple[int, ...] = (library.DTYPES["uint8"],)
+# The function for equal parts, and the one for a part that a rank sends or gets
+_NAMES = {GATHER: ("all_gather", "broadcast"), SCATTER: ("reduce_scatter", "reduce"), BROADCAST: ("", "broadcast")}
 
 
 def packs(request: Request, n: int) -> bool:
@@ -33,33 +34,23 @@ def calls(request: Request, n: int, rank: int, addresses: Any, wider: Sequence[A
     """
     split = request.split
     assert split is not None
+    for_equal, for_each = _NAMES[split.collective]
     pairs = pairs_of(addresses) if request.is_list else [addresses]
     for (source, target), one, dtype in zip(pairs, request.members, wider, strict=True):
         rows = split.rows(one.shape, one.itemsize, n)
-        parts = [rows.rows * width for width in rows.widths]
-        if not any(parts):
+        counts, itemsize, codes = [rows.rows * width for width in rows.widths], 1, _BYTES
+        if request.op:
+            reduced = KINDS[reduced_as(one.kind)]
+            counts, itemsize = [nbytes // reduced.itemsize for nbytes in counts], (dtype or reduced).itemsize
+            codes = library.DTYPES[(dtype or reduced).name], library.OPS[request.op]
+        if for_equal and len({*counts}) == 1:
+            if counts[0]:
+                yield for_equal, (source, target, counts[0], *codes)
             continue
-        if split.collective == "broadcast":
-            yield "broadcast", (source, target, parts[split.root], _BYTE, split.root)
-        elif request.op:
-            yield from _scattered(one.kind, request.op, source, target, parts, dtype)
-        elif len({*parts}) == 1:
-            yield "all_gather", (source, target, parts[0], _BYTE)
-        else:
-            for root, (begin, nbytes) in enumerate(zip(np.cumsum([0, *parts]).tolist(), parts, strict=False)):
-                if nbytes:
-                    there = target + begin
-                    yield "broadcast", (source if root == rank else there, there, nbytes, _BYTE, root)
-
-
-def _scattered(kind: str, op: str, source: int, target: int, parts: Sequence[int], wider: Any) -> Iterator[Call]:
-    reduced = KINDS[reduced_as(kind)]
-    dtype = wider or reduced
-    counts = [nbytes // reduced.itemsize for nbytes in parts]
-    codes = library.DTYPES[reduced_as(kind) if wider is None else wider.name], library.OPS[op]
-    if len({*counts}) == 1:
-        yield "reduce_scatter", (source, target, counts[0], *codes)
-        return
-    for root, (begin, count) in enumerate(zip(np.cumsum([0, *counts]).tolist(), counts, strict=False)):
-        if count:
-            yield "reduce", (source + begin * dtype.itemsize, target, count, *codes, root)
+        for root, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+            if count:
+                begin = (end - count) * itemsize
+                read, written = (source, target + begin) if split.collective.gathers else (source + begin, target)
+                if split.collective.gathers and root != rank:
+                    read = written
+                yield for_each, (read, written, count, *codes, root)

@@ -184,7 +184,20 @@ def lists_of_all_dtypes(module: Any, comm: Any) -> None:
         same_bits(module, found, due, "a member")
 
 
+def ranks_count_an_axis_from_either_end(module: Any, comm: Any) -> None:
+    """It is one call, also of a list, if the arrays have as many axes, and also when it comes again."""
+    values = np.arange(6.0, dtype="f4").reshape(2, 3)
+    x, own = new(module, values + RANK), (1, -1)[RANK % 2]
+    due = np.concatenate([values + rank for rank in range(N)], 1)
+    for _ in range(4):
+        found = [comm.allgather(x, axis=own), *comm.allgather([x, x], axis=own)]
+        for one in (*found, *comm.allgather([x], axis=own)):
+            same_bits(module, one, due, f"axis {own}")
+        for one in comm.reduce_scatter(found, "max", axis=own):
+            same_bits(module, one, due[:, 3 * RANK : 3 * RANK + 3], f"axis {own}")
+
+
 RULES = (
     parts_have_the_bits_of_allreduce, bits_are_moved_as_they_are, zeros_take_part, forms_of_arguments,
-    layouts_are_written_through, lists_of_all_dtypes,
+    layouts_are_written_through, lists_of_all_dtypes, ranks_count_an_axis_from_either_end,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from ipcreduce.cuda import compiler
 from ipcreduce.device.devices import MIN_CAPABILITY
 from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError
+from ipcreduce.ipc import parts
 
 SPLITS = "gather", "scatter", "bulk_gather", "bulk_scatter"
 KERNELS = (
@@ -138,7 +139,7 @@ def members_of(kernel: str, turn: int) -> int:
     """The places in the table of a kernel of :data:`SPLITS`, which take turns; 0 for others."""
     if kernel.startswith("bulk"):
         return int(kernel in SPLITS)
-    return (1, 25, 213)[turn % 3] if kernel in SPLITS else 0
+    return (parts.ONE, parts.SHORT, parts.LONG)[turn % 3] if kernel in SPLITS else 0
 
 
 def cases(turn: int) -> Iterator[Case]:

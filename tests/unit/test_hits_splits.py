@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.arrays.splits import BROADCAST, GATHER, SCATTER, SplitCall, SplitKey
-from ipcreduce.calls.request import Member, Moved, Request, Split
+from ipcreduce.arrays.splits import SplitCall, SplitKey
+from ipcreduce.calls.request import BROADCAST, GATHER, SCATTER, Collective, Member, Moved, Request, Split
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import splits as hits
 from ipcreduce.device.hits.lists import ListHits
@@ -38,7 +38,7 @@ class Library(Maps):
 class Calls:
     """A memory of one call, with an output unless it is a broadcast."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, collective: str, axis: int = 0, **change: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, collective: Collective, axis: int = 0, **change: Any) -> None:
         self.library, self.collective = Library(), collective
         for module in (launch_cache, hits):
             monkeypatch.setattr(module, "cupy_runtime", self.library)
@@ -58,7 +58,7 @@ class Calls:
             request=request, fingerprint=request.fingerprint, kernels="", nbytes=NBYTES, steps=(OwnStep(print),),
             wire_dtypes=(None,),
         )  # fmt: skip
-        self.cache.insert_form(self.given(x, out), out or x, prepared)
+        self.cache.insert_form(self.given(x, out or x), out or x, prepared)
 
     def given(self, x: Any, out: Any) -> SplitCall:
         return SplitCall(x, out, self.key, RANK, N)
@@ -150,7 +150,7 @@ def test_new_results(calls: Calls):
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("collective", [GATHER, SCATTER])
-def test_memory_that_is_shared_or_misaligned(monkeypatch: pytest.MonkeyPatch, collective: str, axis: int):
+def test_memory_that_is_shared_or_misaligned(monkeypatch: pytest.MonkeyPatch, collective: Collective, axis: int):
     """This rank's own place is allowed, if it has no gaps. The usual way makes copies, or raises an error in a call."""
     calls = Calls(monkeypatch, collective, axis)
     part, base = NBYTES - OFFSET, 0x1000

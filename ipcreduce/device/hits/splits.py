@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...arrays.splits import BROADCAST, SCATTER, SplitKey, is_simple
+from ...arrays.splits import SplitKey, is_simple
 from ...calls.request import Split, unit_of
 from ...cuda import cupy_runtime, torch_runtime
 from ..launch_cache import MISS, Entry, Form, Found, LaunchCache, given_stream, library_of
@@ -130,30 +130,28 @@ class SplitHits:
         key, split, members = given.key, prepared.request.split, prepared.request.members
         if not is_simple(key) or not prepared.nbytes or prepared.packed or split is None:
             return None
+        gathers = split.collective.gathers
 
         def of_list() -> Members | None:
             if not all(_is_known(one) for one in result):
                 return None
             parts, wholes, places = zip(*(self._extent(split, one) for one in members), strict=True)
             units, shapes = [unit_of(one.itemsize) for one in members], [tuple(one.shape) for one in result]
-            return Members(units, [*parts], [*wholes], [*places], key[0] != SCATTER, shapes)
+            return Members(units, [*parts], [*wholes], [*places], gathers, shapes)
 
         if given.is_list:
             return self._lists.form(given.array, key, result, prepared, of_list)
-        looked = self._look(given.array, result if key[0] == BROADCAST else given.out)
+        looked = self._look(given.array, given.out)
         if looked is None or not looked[1] or not _is_known(result):
             return None
         (member,) = members
-        extent, unit = self._extent(split, member), unit_of(member.itemsize)
-        layout = _Layout(tuple(result.shape), *extent, unit, key[0] != SCATTER)
+        layout = _Layout(tuple(result.shape), *self._extent(split, member), unit_of(member.itemsize), gathers)
         return (key, *looked[1:3]), Form(prepared, looked[0], layout)
 
     def _extent(self, split: Split, member: Any) -> tuple[int, int, int]:
         """The bytes of this rank's part and of the whole array, and where the part lies in that."""
         rows = split.rows(member.shape, member.itemsize, self._n)
         whole = rows.rows * rows.pitch
-        if split.collective == BROADCAST:
-            return whole, whole, 0
         return rows.rows * rows.widths[self._rank], whole, rows.offsets[self._rank] if rows.rows == 1 else NOWHERE
 
 

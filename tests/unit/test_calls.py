@@ -383,6 +383,32 @@ def test_a_failure_that_could_not_be_told_is_told_later(
     together(ranks, go)
 
 
+@pytest.mark.parametrize("then", [Rank.host, lambda rank: rank.calls.recover()])
+def test_a_loss_that_could_not_be_told_is_told_later(
+    ranks: list[Rank], then: Callable[[Rank], Any], monkeypatch: pytest.MonkeyPatch
+):
+    """The stack had no room for it. From then on this rank counts other calls than the others."""
+
+    def no_room(*_: object) -> None:
+        raise RecursionError
+
+    first = ranks[0]
+    assert type(first.refuse()) is ArgumentError
+
+    def go(rank: Rank) -> None:
+        if rank is not first:
+            rank.calls.recover()
+            raised_by(rank, PeerLostError, r"it left the resynchronisation after a fault \(RecursionError\)", Rank.host)
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(first.calls._right, "meet", no_room)
+            patch.setattr(first.page, "post_lost", no_room)
+            assert type(outcome(first.calls.recover)) is RecursionError
+        raised_by(first, PeerLostError, r"this rank cannot go on with the others \(RecursionError\)", then)
+
+    together(ranks, go)
+
+
 def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
     """In the vote at the end of a recording, say, for which this thread has no call under way."""
 

@@ -98,7 +98,7 @@ class CallSequence:
 
     def _check_same(self, other: int | None) -> None:
         if other is not None:
-            self._post(control_page.MISMATCH, self.page.calls.describe_both(other, self.number))
+            self._post(control_page.MISMATCH, self.page.calls.describe_all(self.number))
             self.raise_pending()
 
     def withdraw(self) -> None:

@@ -643,7 +643,7 @@ def test_a_mismatch(sharing: list[Rank]):
     sharing[0].call(SUM)
     error = raised_by(sharing[1], RankMismatchError, act=lambda rank: rank.call(OTHER))
     assert str(error).startswith("rank 1, call 2: call 2 is not the same on every rank: ")
-    assert f"{OTHER} on rank 1 and {SUM} on rank 0" in str(error)
+    assert f"{SUM} on rank 0 and {OTHER} on rank 1" in str(error)
     assert sharing[1].backend.log == ["drain"]
     assert sharing[1].calls.raised
     all_raise([rank for rank in sharing if rank is not sharing[1]], RankMismatchError)

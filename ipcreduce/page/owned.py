@@ -34,9 +34,11 @@ class Owned(Known):
         """Close it. Idempotent."""
         if self.is_ours:
             with suppress(OSError):  # the program has just done so
-                os.close(self.number)
+                number, self.number = self.number, -1  # no interrupt can come between this and the next
+                os.close(number)
 
-    __del__ = close  # after an interrupt
+    def __del__(self) -> None:
+        self.close()  # after an interrupt
 
 
 def pipe() -> tuple[Owned, Owned]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _socket
 import _thread as shared
+import sys
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec
@@ -55,9 +56,10 @@ class Thread:
         """Start it. :raises OSError: if the system has no more threads; or at the interpreter's exit."""
         self.is_alive = True
         try:
-            if isinstance(shared.start_new_thread, BuiltinFunctionType):
+            hooks = [getattr(module, "excepthook", None) for module in (sys, threading)]
+            if isinstance(shared.start_new_thread, BuiltinFunctionType) and all(hook is not None for hook in hooks):
                 threading.Thread(target=self._run, name=self.name, daemon=True).start()
-            else:  # a library has replaced it
+            else:  # a library has replaced it, or the program has taken a hook away, without which there is no Thread
                 _own.start_new_thread(self._run, ())
         except RuntimeError as error:
             self.is_alive = False

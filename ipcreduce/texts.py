@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import reprlib
 import resource
+from collections.abc import Sequence
 from typing import Any
 
 _SHOWN = (str, bytes, bool, int, float, complex)  # messages show the values of these types
@@ -48,6 +49,12 @@ def kind_of(value: Any) -> str:
     """The value's type with its article, as in "it is an int"."""
     name = type_name(value)
     return f"{'an' if name.startswith(('a', 'e', 'i', 'o', 'nd')) else 'a'} {name}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 1 and 3"."""
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def described(error: BaseException) -> str:

@@ -29,7 +29,7 @@ class Calls(Protocol):
 
     lock: RLock
     within: bool
-    nested: list[partial[None]]
+    nested: list[partial[Any]]
     raised: bool
     rank: int
     number: int
@@ -117,9 +117,10 @@ def fail_late(calls: Calls, error: BaseException) -> None:
 
 
 def tell_late(calls: Calls) -> None:
-    """Tell the peers what :func:`fail_late` has to, before the ranks meet, and forget the calls within others."""
-    calls.nested[:] = [tell for tell in calls.nested if tell.func is fail_late]
+    """Tell the peers what could not be told before, before the ranks meet, and forget the calls within others."""
+    calls.nested[:] = [tell for tell in calls.nested if tell.func != calls.fail]
     make_way(calls)
+    calls.check_usable()
 
 
 def alone(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:

@@ -52,7 +52,7 @@ class CallSequence:
         self.recording: Any = None  # the open Recording of graphs/, which calls/ cannot import
         self.lock = RLock()
         self.within = False  # this and the next: see call_lock.py
-        self.nested: list[partial[None]] = []
+        self.nested: list[partial[Any]] = []
         self._noted = 0  # see faults.note
         self._right = RightCalls()
         self._take(page, backends)
@@ -85,9 +85,7 @@ class CallSequence:
                         reach=Reach.CAPTURED,
                     )
                 self._resynchronise()
-        other = page.calls.enter(self.number, fingerprint)
-        if other is not None:
-            self._raise_mismatch(other)
+        self._check_same(page.calls.enter(self.number, fingerprint))
 
     def compare(self, fingerprint: Fingerprint) -> None:
         """Compare the current call with every rank's, once all have come to it.
@@ -96,13 +94,12 @@ class CallSequence:
 
         :raises RankMismatchError: if calls differ.
         """
-        other = self.page.calls.compare(self.number, fingerprint)
-        if other is not None:
-            self._raise_mismatch(other)
+        self._check_same(self.page.calls.compare(self.number, fingerprint))
 
-    def _raise_mismatch(self, other: int) -> None:
-        self._post(control_page.MISMATCH, self.page.calls.describe_both(other, self.number))
-        self.raise_pending()
+    def _check_same(self, other: int | None) -> None:
+        if other is not None:
+            self._post(control_page.MISMATCH, self.page.calls.describe_all(self.number))
+            self.raise_pending()
 
     def withdraw(self) -> None:
         """Take the current call's number back, as the call is only recorded, or invalid on every rank alike."""
@@ -368,7 +365,10 @@ class CallSequence:
         except PeerLostError:
             raise
         except BaseException as error:
-            lost = self.lose(why, error)
+            tell = partial(self.lose, why, error)
+            self.nested.insert(0, tell)  # in case it is interrupted, or has no room on the stack
+            lost = tell()
+            self.nested.remove(tell)
             if isinstance(error, IpcReduceError):
                 raise lost from error
             raise

@@ -80,10 +80,10 @@ def agree(
             ))  # fmt: skip
     if len({(one.count, one.crc) for one in votes}) == 1:
         return None
-    index, texts = _first_difference(calls, number, recorded)
+    index, found = _first_difference(calls, number, recorded)
     return RankMismatchError(report(
         calls.rank, number,
-        f"call {index + 1} of the recording is not the same on every rank: {by_rank(dict(enumerate(texts)))}",
+        f"call {index + 1} of the recording is not the same on every rank: {by_rank(found)}",
         f"Let the ranks' functions make the same calls, and record again. {USE_AGAIN}",
     ))  # fmt: skip
 
@@ -92,8 +92,10 @@ def _checksums(recorded: Sequence[Fingerprint]) -> np.ndarray[Any, np.dtype[np.u
     return np.array([one.crc for one in recorded], _CHECKSUM)
 
 
-def _first_difference(calls: CallSequence, number: int, recorded: Sequence[Fingerprint]) -> tuple[int, list[str]]:
-    """The index of the first all-reduce that is not the same on every rank, and each rank's text for it."""
+def _first_difference(
+    calls: CallSequence, number: int, recorded: Sequence[Fingerprint]
+) -> tuple[int, dict[int, tuple[int, str]]]:
+    """The index of the first all-reduce that is not the same on every rank, and its checksum and text by rank."""
     everyone = [
         rows(data, _CHECKSUM, "checksums of a recording")
         for data in calls.gather(number, _checksums(recorded).tobytes())
@@ -102,4 +104,6 @@ def _first_difference(calls: CallSequence, number: int, recorded: Sequence[Finge
     different = (np.array([one[:shortest] for one in everyone]) != everyone[0][:shortest]).any(axis=0)
     index = int(different.argmax()) if different.any() else shortest
     text = recorded[index].text if index < len(recorded) else f"none (it has {len(recorded)})"
-    return index, [decoded(data) for data in calls.gather(number, encoded(text))]
+    keys = [int(one[index]) if index < len(one) else -1 for one in everyone]
+    texts = [decoded(data) for data in calls.gather(number, encoded(text))]
+    return index, dict(enumerate(zip(keys, texts, strict=True)))

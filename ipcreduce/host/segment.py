@@ -47,7 +47,8 @@ class Segment:
         self.areas = [one[2 * self.small_bytes :][: self.area_bytes] for one in places]
         self.results = [one[2 * self.small_bytes + self.area_bytes :] for one in places]
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + n * place
-        self._semaphores = [first + index * semaphores.BYTES for index in range(n * n)]  # [giver * n + taker]
+        addresses = range(first, first + n * n * semaphores.BYTES, semaphores.BYTES)
+        self._semaphores = [ctypes.c_void_p(address) for address in addresses]  # [giver * n + taker]
         peers = [peer for peer in range(n) if peer != rank]
         self._outgoing = [self._semaphores[rank * n + peer] for peer in peers]
         self._incoming = [(peer, self._semaphores[peer * n + rank]) for peer in peers]
@@ -83,7 +84,7 @@ class Segment:
             if try_wait(address):
                 self._wait(index, address, check)
 
-    def _wait(self, index: int, address: int, check: Callable[[list[int]], None]) -> None:
+    def _wait(self, index: int, address: ctypes.c_void_p, check: Callable[[list[int]], None]) -> None:
         try_wait, now = self._try_wait, monotonic
         deadline = now() + _SPIN_SECONDS
         while now() < deadline:
@@ -91,9 +92,9 @@ class Segment:
                 return
             os.sched_yield()  # to a peer on this processor: there may be fewer than ranks, or others' work on them
         while not semaphores.wait(address, _TICK_SECONDS):
-            check([peer for peer, later in self._incoming[index:] if later == address or not self._has_come(later)])
+            check([peer for peer, later in self._incoming[index:] if later is address or not self._has_come(later)])
 
-    def _has_come(self, address: int) -> bool:
+    def _has_come(self, address: ctypes.c_void_p) -> bool:
         """True if a peer's handover waits to be taken."""
         if self._try_wait(address):
             return False

@@ -23,7 +23,8 @@ class _Timespec(ctypes.Structure):
 class _Library:
     """The functions of the C library. Those that never wait keep the GIL, since releasing it takes longer.
 
-    ``post`` and ``try_wait`` take an address. The latter returns 0 if it has taken the semaphore.
+    ``post`` and ``try_wait`` take an address, as a c_void_p: where ctypes has to convert it, a RecursionError would be
+    an ArgumentError of ctypes. ``try_wait`` returns 0 if it has taken the semaphore.
 
     :raises UnsupportedError: if the C library has none.
     """
@@ -32,8 +33,6 @@ class _Library:
         try:
             quick, waiting = ctypes.PyDLL(None), ctypes.CDLL(None)
             self.init, self.post, self.try_wait = quick.sem_init, quick.sem_post, quick.sem_trywait
-            self.init.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
-            self.post.argtypes = self.try_wait.argtypes = (ctypes.c_void_p,)
             if hasattr(waiting, "sem_clockwait"):
                 self.clock, self.now, self.wait = [time.CLOCK_MONOTONIC], monotonic, waiting.sem_clockwait
             else:  # musl; glibc before 2.30
@@ -41,7 +40,6 @@ class _Library:
                 self._clock_gettime = quick.clock_gettime
         except (OSError, AttributeError) as error:
             raise UnsupportedError(f"the C library has no semaphores ({error})") from None
-        self.wait.argtypes = (ctypes.c_void_p, *(ctypes.c_int for _ in self.clock), ctypes.c_void_p)
 
     def _real_time(self) -> float:
         """The system's time in seconds, which time-machine changes within Python's C."""
@@ -53,13 +51,13 @@ class _Library:
 library = functools.cache(_Library)  # made once a process
 
 
-def init(address: int) -> None:
+def init(address: ctypes.c_void_p) -> None:
     """Make a semaphore of value 0 at ``address``, in shared memory."""
     if library().init(address, 1, 0):
         raise UnsupportedError("sem_init has failed: the C library has no semaphores between processes")
 
 
-def wait(address: int, seconds: float) -> bool:
+def wait(address: ctypes.c_void_p, seconds: float) -> bool:
     """Wait for a semaphore up to ``seconds``, and take it. False if it did not come, or a signal came.
 
     Other threads run meanwhile. Short waits again and again let Python's signal handlers run.
@@ -67,4 +65,4 @@ def wait(address: int, seconds: float) -> bool:
     found = library()
     fraction, whole = math.modf(found.now() + seconds)
     until = _Timespec(int(whole), int(fraction * 1e9))
-    return bool(found.wait(address, *found.clock, ctypes.addressof(until)) == 0)
+    return bool(found.wait(address, *found.clock, ctypes.byref(until)) == 0)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..texts import encoded
+from ..texts import encoded, ranks_in_words
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,13 @@ class Fingerprint:
         return self.text
 
 
-def by_rank(texts: Mapping[int, str]) -> str:
-    """The calls of some ranks that differ, in words."""
-    return " and ".join(f"{text} on rank {rank}" for rank, text in texts.items())
+def by_rank(calls: Mapping[int, tuple[int, str]]) -> str:
+    """The calls of some ranks that differ, in words: "A on rank 3 and B on ranks 0, 1 and 2", the odd ones first.
+
+    :param calls: by rank, the call's checksum, and its text, which may be that of another call as well.
+    """
+    groups: dict[tuple[int, str], list[int]] = {}
+    for rank in sorted(calls):
+        groups.setdefault(calls[rank], []).append(rank)
+    odd_first = sorted(groups.items(), key=lambda group: len(group[1]))
+    return " and ".join(f"{text} on {ranks_in_words(ranks)}" for (_, text), ranks in odd_first)

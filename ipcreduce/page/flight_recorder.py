@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from ..originals import monotonic, time
 from ..texts import encoded
 from .fingerprint import Fingerprint, by_rank
 from .records import ask_twice
@@ -21,6 +22,7 @@ from .records import ask_twice
 # slots the keys that they would write, so the cache lines stay shared by the ranks' processors.
 RING = 2520
 _KEY_BYTES = 4
+_MOMENT_SECONDS = 0.02  # for ranks on their way to a call: with two ranks nobody sees which of them is the odd one
 _MAX_CALLS = 1 << 62
 TEXTS, TEXT_BYTES = 1008, 80  # in a rank's table
 _TEXT = np.dtype([("key", "<u4"), ("text", f"S{TEXT_BYTES}")])
@@ -145,7 +147,7 @@ class FlightRecorder:
     def difference(self, rank: int, first: int, last: int) -> tuple[int, str] | None:
         """The call of :meth:`first_differing`, and what it is on both ranks, in words; None if none differs."""
         call = ask_twice(partial(self.first_differing, rank, first, last))
-        return None if call is None else (call, self.describe_both(rank, call))
+        return None if call is None else (call, self.describe_all(call))
 
     def _newest(self, rank: int) -> int:
         """The highest number of a call of this rank or another one."""
@@ -174,9 +176,14 @@ class FlightRecorder:
         found = texts["text"][texts["key"] == self._keys[call % RING * self._n + rank]]
         return bytes(found[0]).decode(errors="replace") if len(found) else "another call"
 
-    def describe_both(self, rank: int, call: int) -> str:
-        """The calls of this number of this rank and of another one, for people."""
-        return by_rank({one: self.describe(one, call) for one in (self._rank, rank)})
+    def describe_all(self, call: int) -> str:
+        """The calls of this number, which differ, of all ranks that have come to it, or come within a moment."""
+        until = monotonic() + _MOMENT_SECONDS
+        while min(map(self.call_of, range(self._n))) < call and monotonic() < until:
+            time.sleep(1e-4)
+        keys = self._keys[call % RING * self._n :]
+        texts = {rank: text for rank in range(self._n) if (text := self.describe(rank, call))}
+        return by_rank({rank: (keys[rank], text) for rank, text in texts.items()})
 
 
 def _keys_bytes(n: int) -> int:

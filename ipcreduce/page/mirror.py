@@ -12,11 +12,11 @@ longer than a call.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 from .. import clock
 from ..originals import RLock, Socket, time
 from .control_page import Page
+from .owned import CLOSED_BY_PROGRAM, Known
 
 _MAX_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the connection, which would then be given up
 _READ_BYTES = 1 << 18
@@ -31,12 +31,19 @@ class _Peer:
     """The connection to one rank, with the states up to which it has been told."""
 
     def __init__(self, rank: int, connection: Socket) -> None:
-        self.rank, self.connection = rank, connection
+        self.rank, self.connection, self.descriptor = rank, connection, Known(connection.fileno())
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.sent = self.read = self.read_told = self.acknowledged = 0  # bytes of messages
         self.version = self.aborts = 0
         self.last = (0, 0)  # the number of our last call, and its key, which changes if it is made anew
         self.texts = (0, 0)  # (restarts of the table, texts)
+
+    def close(self) -> None:
+        """Close the connection, unless the program has: its number may be another file's."""
+        if self.descriptor.is_ours:
+            self.connection.close()
+        else:
+            self.connection.detach()
 
 
 class Mirror:
@@ -46,13 +53,12 @@ class Mirror:
         """:param connections: by rank; connected, and not blocking."""
         self._page = page
         self._turn = RLock()
-        self.ended: Callable[[int], object] = lambda descriptor: None  # called before a connection is closed
         self._peers = {connection.fileno(): _Peer(rank, connection) for rank, connection in connections.items()}
         self._most = page.calls.most_news + len(page.read_block())  # bytes after a head
 
     def descriptors(self) -> list[int]:
         """The connections that are open."""
-        return list(self._peers)
+        return [number for number, peer in self._peers.items() if peer.descriptor.is_ours]
 
     # ---- receiving
     def receive(self) -> list[tuple[int, str]]:
@@ -66,6 +72,8 @@ class Mirror:
 
     def _receive(self, peer: _Peer) -> str | None:
         """The reason for which the connection has ended; None while it stands."""
+        if not peer.descriptor.is_ours:
+            return f"the connection to it has ended ({CLOSED_BY_PROGRAM})"
         why = None
         try:
             while data := peer.connection.recv(_READ_BYTES):
@@ -105,7 +113,7 @@ class Mirror:
     def send(self) -> None:
         """Tell every rank what it has not been told yet, as far as its connection takes it."""
         with self._turn:
-            for peer in self._peers.values():
+            for peer in [peer for peer in self._peers.values() if peer.descriptor.is_ours]:
                 if not peer.outgoing:
                     peer.outgoing += self._news(peer)
                 try:
@@ -158,11 +166,9 @@ class Mirror:
                 self._close(descriptor)
 
     def _close(self, descriptor: int) -> None:
-        peer = self._peers.pop(descriptor)  # first: after an interrupt the last reference closes the connection
-        self.ended(descriptor)
-        peer.connection.close()
+        self._peers.pop(descriptor).close()  # first: after an interrupt the last reference closes the connection
 
     def forked(self) -> None:
         """Close a forked child's copies of the connections, or nobody would see the parent's end."""
         for peer in self._peers.values():
-            peer.connection.close()
+            peer.close()

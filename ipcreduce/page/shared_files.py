@@ -6,6 +6,7 @@ so that the next one to make a file can tell what is left over, and removes it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import glob
@@ -16,6 +17,10 @@ from contextlib import suppress
 
 _DIRECTORY = "/dev/shm"
 _PREFIX = "ipcreduce-locked-"  # without "locked" they were of a version that held no lock
+_MAP_FIXED = 0x10
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+_mmap.restype = ctypes.c_void_p
 NO_ROOM = f"{_DIRECTORY} needs"  # in the text of an error of create()
 
 
@@ -48,9 +53,18 @@ def open_existing(path: str) -> int:
 
 
 def mapped(descriptor: int) -> mmap.mmap:
-    """The memory of a whole file, whose descriptor is closed."""
+    """The memory of a whole file, whose descriptor is closed.
+
+    Python would keep a descriptor of its own, and close whatever has its number in the end. So the file takes the place
+    of memory that has none.
+    """
     try:
-        return mmap.mmap(descriptor, 0)
+        memory = mmap.mmap(-1, os.fstat(descriptor).st_size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _mmap(address, len(memory), protection, flags, descriptor, 0) != address:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return memory
     finally:
         os.close(descriptor)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
-from ..logs import ERROR, INFO, log
+from ..logs import ERROR, INFO, WARNING, log
 from ..originals import RLock, Thread, current, select
 from ..texts import out_of_descriptors
+from . import owned
 from .comparison import BUSY_SECONDS, Comparison
 from .control_page import CLOSED_IT, Page
 from .mirror import Mirror
+from .owned import Owned
 
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
@@ -78,7 +79,7 @@ class Watch:
 class _Process:
     """A process of peers: one pidfd, however many communicators are shared with it."""
 
-    descriptor: int
+    pidfd: Owned
     ranks: list[tuple[Watch, int]] = field(default_factory=list)
 
 
@@ -90,33 +91,29 @@ class _Watchdog:
         self._watches: list[Watch] = []
         self._processes: dict[int, _Process] = {}  # by pid: those that have not ended, as far as was seen
         self._thread: Thread | None = None
-        self._epoll: select.epoll | None = None
-        self._wake_read = self._wake_write = -1
-        self._woken = False
+        self._pipe: tuple[Owned, Owned] | None = None  # wakes the thread
+        self._woken = self._has_warned = False
 
     def wake(self) -> None:
         """Let the thread look at all pages at once, and not at its next turn."""
         if not self._woken and not is_watching():
             with self._lock:  # the pipe's number may soon be that of a file of the program's
-                self._woken = self._wake_write >= 0
-                if self._woken:
-                    os.write(self._wake_write, b"0")
+                self._woken = self._write()
+
+    def _write(self) -> bool:
+        """Wake the thread. False without a pipe."""
+        if self._pipe is None or not self._pipe[1].is_ours:
+            return False
+        os.write(self._pipe[1].number, b"0")
+        return True
 
     def add(self, watch: Watch, page: Page) -> None:
         """Begin a watch."""
         with self._lock:
             if self._thread is None:
-                try:
-                    self._thread = self._started()
-                except BaseException:
-                    _close(*self._let_go())
-                    raise
+                self._start()
             self._watches.append(watch)
-            if descriptors := watch.mirror.descriptors():
-                assert self._epoll is not None
-                watch.mirror.ended = self._unregister
-                for descriptor in descriptors:
-                    self._epoll.register(descriptor, select.EPOLLIN)
+            if watch.mirror.descriptors():
                 page.changed = self.wake
                 return  # the connections tell of the ranks' ends
             _, namespace = own_identity()
@@ -125,29 +122,29 @@ class _Watchdog:
                 if rank != page.rank and other == namespace != UNKNOWN and hasattr(os, "pidfd_open"):
                     self._add_process(watch, rank, pid)
 
-    def _started(self) -> Thread:
-        """The thread, running. :raises OSError: if the system has no thread or no descriptor left."""
-        self._epoll = select.epoll()
-        self._wake_read, self._wake_write = os.pipe()
-        self._woken = False
-        self._epoll.register(self._wake_read, select.EPOLLIN)
-        thread = Thread(partial(self._run, self._epoll), _NAME)
-        thread.start()
-        return thread
+    def _start(self) -> None:
+        """Start the thread. :raises OSError: if the system has no thread or no descriptor left."""
+        self._pipe = owned.pipe()
+        self._woken = self._has_warned = False
+        self._thread = Thread(self._run, _NAME)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._thread = self._pipe = None
+            raise
 
     def _add_process(self, watch: Watch, rank: int, pid: int) -> None:
         """Watch the process that has the number ``pid`` now.
 
         It is the rank's: the rank takes part in exchanges after this one, which a process that has ended cannot.
         """
-        assert self._epoll is not None
         process = self._processes.get(pid)
-        if process is not None and process.descriptor in self._ready():  # another one may have its number by now
+        if process is not None and process.pidfd.number in self._ready():  # another one may have its number by now
             self._end(pid)
             process = None
         if process is None:
             try:
-                descriptor = os.pidfd_open(pid)
+                process = self._processes[pid] = _Process(Owned(os.pidfd_open(pid)))
             except ProcessLookupError:
                 watch.died(rank)
                 return
@@ -155,83 +152,90 @@ class _Watchdog:
                 if out_of_descriptors(error):
                     raise
                 return  # not permitted here: its death is noticed at the deadline
-            process = self._processes[pid] = _Process(descriptor)
-            self._epoll.register(descriptor, select.EPOLLIN)
         process.ranks.append((watch, rank))
-        if process.descriptor in self._ready():
+        if process.pidfd.number in self._ready():
             self._end(pid)
+
+    def _poll(self) -> select.poll:
+        """A wait for the pipe, for processes and for connections."""
+        found = select.poll()
+        ours = [*(self._pipe or ())[:1], *(process.pidfd for process in self._processes.values())]
+        for descriptor in [one.number for one in ours if one.is_ours]:
+            found.register(descriptor, select.POLLIN)
+        for watch in self._watches:
+            for descriptor in watch.mirror.descriptors():
+                found.register(descriptor, select.POLLIN)
+        return found
 
     def _ready(self) -> set[int]:
         """The descriptors of processes and connections that have something to say now."""
-        return set() if self._epoll is None else {descriptor for descriptor, _ in self._epoll.poll(0)}
+        return {descriptor for descriptor, _ in self._poll().poll(0)}
+
+    def _restore(self) -> None:
+        """Open anew what the program has closed. The next turn tries again what the system does not allow now."""
+        lost = [(pid, process) for pid, process in self._processes.items() if not process.pidfd.is_ours]
+        if not lost and all(end.is_ours for end in self._pipe or ()):
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            log(WARNING, "%s. ipcreduce goes on. Close only what you have opened", owned.CLOSED_BY_PROGRAM)
+        with suppress(OSError):
+            self._pipe, self._woken = owned.pipe(), False
+            for pid, process in lost:
+                try:
+                    process.pidfd = Owned(os.pidfd_open(pid))
+                except ProcessLookupError:
+                    self._end(pid)
 
     def _end(self, pid: int) -> None:
         """Note that a process of peers has ended."""
-        process = self._processes[pid]
-        self._unregister(process.descriptor)
-        del self._processes[pid]  # no interrupt can come between this and the next
-        os.close(process.descriptor)
+        process = self._processes.pop(pid)
+        process.pidfd.close()
         for watch, rank in process.ranks:
             watch.died(rank)
 
     def remove(self, watch: Watch) -> None:
         """End a watch; the last one ends the thread. Idempotent, also after an interrupt."""
-        held: tuple[select.epoll | None, int, int] = None, -1, -1
-        try:
+        with self._lock:
+            if watch in self._watches:
+                self._restore()
+                watch.mirror.close(_LAST_WORDS_SECONDS)
+                watch._page.changed = None
+                for pid, process in list(self._processes.items()):
+                    process.ranks = [one for one in process.ranks if one[0] is not watch]
+                    if not process.ranks:
+                        self._end(pid)
+                self._watches.remove(watch)
+            if self._watches or self._thread is None:
+                return
+            self._write()  # closing the pipe wakes nobody while a forked child has it too
+            thread, self._thread, self._pipe = self._thread, None, None
+        if thread is not current():
+            thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        own = current()
+        while self._thread is own:  # not once the last watch was stopped, perhaps by a finaliser in this thread
             with self._lock:
-                if watch in self._watches:
-                    watch.mirror.close(_LAST_WORDS_SECONDS)
-                    watch._page.changed = None
-                    for pid, process in list(self._processes.items()):
-                        process.ranks = [one for one in process.ranks if one[0] is not watch]
-                        if not process.ranks:
-                            self._end(pid)
-                    self._watches.remove(watch)
-                if self._watches or self._thread is None:
-                    return
-                os.write(self._wake_write, b"0")  # closing it wakes nobody while a forked child has it too
-                thread, held = self._thread, self._let_go()
-            if thread is not current():
-                thread.join(_JOIN_SECONDS)
-        finally:
-            epoll, read, write = held
-            if epoll is not None:  # an interrupt within a function that closes them would leave one open
-                try:
-                    os.close(read)
-                finally:
-                    os.close(write)
-                    epoll.close()
+                self._restore()
+                poll = self._poll()
+                is_busy = any(watch.mirror.descriptors() and watch.comparison.is_busy for watch in self._watches)
+            poll.poll(1e3 * (BUSY_SECONDS if is_busy else _TICK_SECONDS))
+            self._look(own)  # in a function, so that no watch, nor its page, is kept alive meanwhile
 
-    def _let_go(self) -> tuple[select.epoll | None, int, int]:
-        """Forget thread, epoll and pipe, so that nobody uses them any more. Returns what the caller has to close."""
-        held = self._epoll, self._wake_read, self._wake_write
-        self._thread, self._epoll, self._wake_read, self._wake_write = None, None, -1, -1
-        return held
-
-    def _unregister(self, descriptor: int) -> None:
-        """Stop watching a descriptor. Closing it is not enough, since a forked child may have it too."""
-        if self._epoll is not None:
-            with suppress(FileNotFoundError):  # an interrupt came after this before
-                self._epoll.unregister(descriptor)
-
-    def _run(self, epoll: select.epoll) -> None:
-        while epoll is self._epoll:  # it is not once the last watch was stopped, perhaps by a finaliser in this thread
-            is_busy = any(watch.mirror.descriptors() and watch.comparison.is_busy for watch in list(self._watches))
-            epoll.poll(BUSY_SECONDS if is_busy else _TICK_SECONDS)
-            self._look(epoll)  # in a function, so that no watch, nor its page, is kept alive meanwhile
-
-    def _look(self, epoll: select.epoll) -> None:
+    def _look(self, own: Thread | None) -> None:
         """Tell the watches of the processes that have ended, and let each look at its page."""
         with self._lock:
-            if epoll is not self._epoll:
+            if self._pipe is None or self._thread is not own:
                 return
             # Ask again under the lock: a descriptor may have been closed since, and its number used again.
-            ready = self._ready()
-            if self._wake_read in ready:
+            self._restore()
+            ready, wake = self._ready(), self._pipe[0].number
+            if wake in ready:
                 self._woken = False  # first: who wakes us from here on is heard at the next turn
-                os.read(self._wake_read, _MAX_WAKES)
+                os.read(wake, _MAX_WAKES)
             for pid, process in list(self._processes.items()):
-                if process.descriptor in ready:
+                if process.pidfd.number in ready:
                     self._end(pid)
             watches = list(self._watches)
         for watch in watches:
@@ -241,14 +245,6 @@ class _Watchdog:
                 if not watch.has_failed:
                     watch.has_failed = True
                     log(ERROR, "the watch over the other ranks of a communicator has failed in a turn", trace=True)
-
-
-def _close(epoll: select.epoll | None, *ends: int) -> None:
-    if epoll is not None:
-        epoll.close()
-    for descriptor in ends:
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 _watchdog = _Watchdog()

@@ -23,6 +23,7 @@ from typing import Any
 from ..errors import UnsupportedError
 from ..interrupts import uninterrupted
 from ..originals import Socket
+from ..page.owned import Owned
 from . import exchange
 from .exchange import Channel, Kind
 
@@ -137,7 +138,7 @@ def several_handed_over(
             with uninterrupted():
                 for export in exports:
                     own.append(export())
-                    held.callback(_close, own[-1])  # each by itself: an interrupt ends no loop over them
+                    held.callback(Owned(own[-1]).close)  # by an object, which goes even if this is interrupted
                 for rank in others:
                     boxes[rank] = Mailbox(f"{name}-{rank}")
                     held.callback(boxes[rank].close)
@@ -157,7 +158,7 @@ def several_handed_over(
                 if counts[rank]:
                     every[rank] = mailbox.receive(rank, int(places[rank]["pid"]), counts[rank])
                     for one in every[rank]:
-                        held.callback(_close, one)
+                        held.callback(Owned(one).close)
         yield every
 
 

@@ -766,6 +766,32 @@ def no_descriptors(comm: Communicator) -> None:
     right(comm)
 
 
+def closed_by_the_program(comm: Communicator) -> None:
+    """Rank 0 has closed descriptors of a communicator, and a file of its own has their numbers by then."""
+    one = Communicator(timeout=bounds.LONG)
+    right(one)
+    with tempfile.TemporaryFile() as file:
+        numbers: list[int] = []
+        if RANK == 0 and one._state.watch is not None:
+            dog = watchdog._watchdog
+            with dog._lock:
+                ours = [*(dog._pipe or ()), *(process.pidfd for process in dog._processes.values())]
+                numbers = [known.number for known in ours] + one._state.watch.mirror.descriptors()
+                for number in numbers:
+                    os.dup2(file.fileno(), number)
+        with no_hang():
+            if HOW == "apart" and SIZE > 1:
+                raises(PeerLostError, "is gone: ", lambda: right(one))
+            else:
+                right(one)
+            one.close()
+        right(comm)
+        assert os.fstat(file.fileno()).st_size == 0
+        for number in numbers:
+            assert os.path.samestat(os.fstat(number), os.fstat(file.fileno()))
+            os.close(number)
+
+
 def names_of_hosts(comm: Communicator) -> None:
     """IPCREDUCE_HOSTID of any script and length tells hosts apart."""
     before = os.environ.get("IPCREDUCE_HOSTID")
@@ -1131,7 +1157,8 @@ SCENARIOS = [
     memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
     failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
     left_before_the_data, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
-    no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
+    no_descriptors, closed_by_the_program, names_of_hosts,
+    a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
     nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
     threads, closing,
     a_call_after_another_rank_has_closed, default, forked,

@@ -383,6 +383,32 @@ def test_a_failure_that_could_not_be_told_is_told_later(
     together(ranks, go)
 
 
+@pytest.mark.parametrize("then", [Rank.host, lambda rank: rank.calls.recover()])
+def test_a_loss_that_could_not_be_told_is_told_later(
+    ranks: list[Rank], then: Callable[[Rank], Any], monkeypatch: pytest.MonkeyPatch
+):
+    """The stack had no room for it. From then on this rank counts other calls than the others."""
+
+    def no_room(*_: object) -> None:
+        raise RecursionError
+
+    first = ranks[0]
+    assert type(first.refuse()) is ArgumentError
+
+    def go(rank: Rank) -> None:
+        if rank is not first:
+            rank.calls.recover()
+            raised_by(rank, PeerLostError, r"it left the resynchronisation after a fault \(RecursionError\)", Rank.host)
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(first.calls._right, "meet", no_room)
+            patch.setattr(first.page, "post_lost", no_room)
+            assert type(outcome(first.calls.recover)) is RecursionError
+        raised_by(first, PeerLostError, r"this rank cannot go on with the others \(RecursionError\)", then)
+
+    together(ranks, go)
+
+
 def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
     """In the vote at the end of a recording, say, for which this thread has no call under way."""
 
@@ -617,7 +643,7 @@ def test_a_mismatch(sharing: list[Rank]):
     sharing[0].call(SUM)
     error = raised_by(sharing[1], RankMismatchError, act=lambda rank: rank.call(OTHER))
     assert str(error).startswith("rank 1, call 2: call 2 is not the same on every rank: ")
-    assert f"{OTHER} on rank 1 and {SUM} on rank 0" in str(error)
+    assert f"{SUM} on rank 0 and {OTHER} on rank 1" in str(error)
     assert sharing[1].backend.log == ["drain"]
     assert sharing[1].calls.raised
     all_raise([rank for rank in sharing if rank is not sharing[1]], RankMismatchError)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from ipcreduce import clock
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.ranks import descriptors
 from ipcreduce.ranks.descriptors import Mailbox
-from tests.programs.descriptors_worker import open_files
+from tests.programs.descriptors_worker import Ranks, open_files
 from tests.tools.machine import ROOT
 
 NAME = f"ipcreduce-test-{os.getpid()}"  # of two mailboxes, behind which stands the number of the rank
@@ -74,6 +77,28 @@ def test_a_rank_that_never_comes(tmp_path: Path):
     for [said] in ranks(tmp_path, 3, "absent", seconds=0.5, absent=(1,)):
         assert said.startswith("PeerTimeoutError: ")
         assert "not all 3 ranks came to exporting memory" in said
+
+
+def test_an_interrupt_as_a_descriptor_is_closed(tmp_path: Path):
+    """Within the function that closes it, before that has begun."""
+    before = open_files()
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name in ("close", "_close") and "ipcreduce" in frame.f_code.co_filename:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    deadline = clock.now() + 60
+    rank = Ranks(tmp_path, 0, 1)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        descriptors.handed_over(rank, lambda: os.memfd_create("ours"), 4, deadline, "memory") as [one],
+    ):
+        assert os.fstat(one)
+        sys.settrace(interrupt)
+    assert sys.gettrace() is None, "it has come"
+    gc.collect()
+    assert open_files() == before
 
 
 # ---- two mailboxes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,29 @@ def test_whoever_comes_second_sees_the_difference(ranks: list[FlightRecorder], o
     assert ranks[2].enter(call, other) == 0
     assert ranks[1].enter(call, SUM) == 2
     assert ranks[1].describe(2, call) == str(other)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_the_odd_rank_is_named_first(odd: int):
+    """Though the first two to come show only that they differ: the others come within a moment."""
+    ranks = recorders(4)
+    other = of_allreduce((11,), "float32", "sum")
+    first, *late = [odd, *({0, 1, 2, 3} - {odd})]
+    assert ranks[first].enter(7, other) is None
+    assert ranks[late[0]].enter(7, SUM) == odd
+    timers = [threading.Timer(0.005, ranks[rank].enter, (7, SUM)) for rank in late[1:]]
+    for timer in timers:
+        timer.start()
+    words = f"{other} on rank {odd} and {SUM} on ranks {late[0]}, {late[1]} and {late[2]}"
+    assert ranks[late[0]].describe_all(7) == words
+    for timer in timers:
+        timer.join()
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for(ranks: list[FlightRecorder]):
+    ranks[0].enter(7, SUM)
+    ranks[1].enter(7, ON_HOST)
+    assert ranks[0].describe_all(7) == f"{SUM} on rank 0 and {ON_HOST} on rank 1"
 
 
 def test_ranks_may_be_apart(ranks: list[FlightRecorder]):

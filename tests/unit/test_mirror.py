@@ -198,16 +198,41 @@ def test_the_end_of_a_rank(ranks: Ranks):
     first, second = ranks[0]
     second.post_fault(REFUSED, 1, "its last words")
     second.changed = None
-    ended: list[int] = []
-    ranks[1][0].ended = ended.append
-    (descriptor,) = ranks[1][0].descriptors()
     ranks[1][1].close(1.0)
     assert ranks[1][0].receive() == [(1, "its process has ended")]
-    assert ended == [descriptor]
     assert first.fault() == (1, 1, REFUSED, "its last words")
     assert ranks[1][0].receive() == []
     ranks[1][0].send()
     assert not second.has_left(0)
+
+
+@pytest.mark.parametrize("used_again", [False, True])
+def test_a_connection_that_the_program_has_closed(ranks: Ranks, used_again: bool):
+    """What has its number by then is neither read, written nor closed, and the other rank sees an end."""
+    first, second = ranks[1]
+    ours, theirs = socket.socketpair()
+    (descriptor,) = first.descriptors()
+    os.close(descriptor)
+    if used_again:
+        os.dup2(ours.fileno(), descriptor)
+        theirs.send(b"the program's")
+    ranks[0][0].changed = None
+    ranks[0][0].post_fault(REFUSED, 1, "its last words")
+    first.send()
+    ((rank, why),) = first.receive()
+    assert (rank, first.descriptors()) == (1, [])
+    assert "the program has closed a descriptor of ipcreduce" in why
+    first.close(1.0)
+    assert second.receive() == [(0, "its process has ended")]
+    if used_again:
+        assert os.path.samestat(os.fstat(descriptor), os.fstat(ours.fileno()))
+        os.close(descriptor)
+        theirs.shutdown(socket.SHUT_WR)
+        assert (ours.recv(100), ours.recv(100)) == (b"the program's", b"")
+        ours.close()
+        assert theirs.recv(100) == b""
+    ours.close()
+    theirs.close()
 
 
 # ---- a rank that has closed, of which a peer tells before its own block arrives

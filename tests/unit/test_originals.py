@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,23 @@ def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch):
     thread.start()
     thread.join(HANG)
     assert not thread.is_alive
+
+
+@pytest.mark.parametrize("place", [sys, threading])
+@pytest.mark.parametrize("has_it", [False, True])
+def test_a_thread_where_the_program_has_taken_excepthook_away(
+    monkeypatch: pytest.MonkeyPatch, place: Any, has_it: bool
+):  # fmt: skip
+    """Python's own threads cannot be without it. This is no want of threads, as the error said."""
+    if has_it:
+        monkeypatch.setattr(place, "excepthook", None)
+    else:
+        monkeypatch.delattr(place, "excepthook")
+    seen: list[str] = []
+    thread = originals.Thread(lambda: seen.append("run"), "one")
+    thread.start()
+    thread.join(HANG)
+    assert seen == ["run"]
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -208,6 +209,26 @@ def test_semaphores():
     assert semaphores.wait(address, HANG)
     threading.Timer(0.05, lambda: found.post(address)).start()
     assert semaphores.wait(address, 10), "a wait keeps other threads from running"
+
+
+def test_a_semaphore_where_the_stack_has_no_room():
+    """It was an ArgumentError of ctypes, as that converted the address by calls of its own."""
+    segment = Segment.create(0, 2)
+    address, kinds = segment._semaphores[1], set()
+
+    def go(deeper: int) -> None:
+        if deeper:
+            go(deeper - 1)
+        segment._post(address)
+        segment._try_wait(address)
+
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit()):
+        try:
+            go(depth)
+        except Exception as error:
+            kinds.add(type(error))
+    assert kinds == {RecursionError}
+    shared_files.remove(segment.path)
 
 
 def test_without_semaphores(monkeypatch: pytest.MonkeyPatch):

@@ -51,6 +51,18 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def test_a_mapping_has_no_descriptor():
+    """Python's own would be closed with the mapping, by a number that the program may have given to another file."""
+    before = os.listdir("/proc/self/fd")
+    made = Page.create(0, 2)
+    other = Page.open(made.path, 1, 2)
+    assert os.listdir("/proc/self/fd") == before
+    made.join(7, 8)
+    assert other.identity(0) == (7, 8)
+    with pytest.raises(OSError, match="Permission denied"):
+        shared_files.mapped(os.open(made.path, os.O_WRONLY))
+
+
 @pytest.mark.parametrize("how", ["mapped", "open"])
 def test_what_a_killed_rank_leaves_goes_with_the_next_file(directory: Path, how: str):
     """And what a living one has made stays."""

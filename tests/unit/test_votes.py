@@ -116,7 +116,7 @@ def test_another_recording(odd: list[Fingerprint], number: int, theirs: str):
     for rank, error in enumerate(found):
         assert type(error) is RankMismatchError
         assert str(error).startswith(f"rank {rank}, call 1: call {number} of the recording is not the same on ")
-        assert f": {ours} on rank 0 and {theirs} on rank 1 and {ours} on rank 2. " in str(error)
+        assert f": {theirs} on rank 1 and {ours} on ranks 0 and 2. " in str(error)
 
 
 def test_one_that_gives_up_leaves_its_vote_to_those_that_come_later():

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import pytest
 
@@ -364,13 +364,13 @@ def forked() -> Iterator[Callable[[], None]]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_descriptor_that_a_forked_child_holds_too(ranks: Make, forked: Callable[[], None], monkeypatch: Any):
-    """It would stay in the epoll set, be readable for ever, and pass for the next process with its number."""
+    """A wait that still had it would be readable for ever, and pass for the next process with its number."""
     looks = []
     look = Watch.look
     monkeypatch.setattr(Watch, "look", lambda self: (looks.append(time.monotonic()), look(self))[1])
     stays, goes, comes = ranks(2), ranks(2), ranks(2)
     watch, other = stays.watch(), goes.watch()
-    (process,) = (one for one in watchdog._watchdog._processes.values() if one.ranks[0][0] is other)
+    (known,) = (one.pidfd.number for one in watchdog._watchdog._processes.values() if one.ranks[0][0] is other)
     forked()
     other.stop()
     goes.end(1)
@@ -379,10 +379,10 @@ def test_a_descriptor_that_a_forked_child_holds_too(ranks: Make, forked: Callabl
 
     def at_its_number(pid: int) -> int:
         descriptor = pidfd_open(pid)
-        if descriptor != process.descriptor:  # the collector has closed a file of an earlier test meanwhile
-            os.dup2(descriptor, process.descriptor, inheritable=False)
+        if descriptor != known:  # the collector has closed a file of an earlier test meanwhile
+            os.dup2(descriptor, known, inheritable=False)
             os.close(descriptor)
-        return process.descriptor
+        return known
 
     monkeypatch.setattr(os, "pidfd_open", at_its_number)
     late = comes.watch()
@@ -400,28 +400,33 @@ def test_a_number_that_is_used_again_right_behind_a_poll(ranks: Make, monkeypatc
     behind: list[Callable[[], None]] = []
     done = threading.Event()
 
-    class Epoll:
-        def __init__(self) -> None:
-            self._epoll = select.epoll()
+    class Poll:
+        waits: ClassVar[set[int]] = set()
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._epoll, name)
+        def __init__(self) -> None:
+            self._poll, self._numbers = select.poll(), set[int]()
+
+        def register(self, number: int, events: int) -> None:
+            self._poll.register(number, events)
+            self._numbers.add(number)
 
         def poll(self, timeout: float) -> list[tuple[int, int]]:
-            ready = self._epoll.poll(timeout)
+            if timeout:
+                Poll.waits = self._numbers
+            ready = self._poll.poll(timeout)
             if ready and behind:
                 behind.pop()()
                 done.set()
             return ready
 
-    monkeypatch.setattr(watchdog, "select", SimpleNamespace(epoll=Epoll, EPOLLIN=select.EPOLLIN))
+    monkeypatch.setattr(watchdog, "select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN))
     stays, goes, comes = ranks(2), ranks(2), ranks(2)
     watch, other = stays.watch(), goes.watch()
     late: list[Watch] = []
     descriptors: list[set[int]] = []
 
     def numbers() -> set[int]:
-        return {one.descriptor for one in watchdog._watchdog._processes.values()}
+        return {one.pidfd.number for one in watchdog._watchdog._processes.values()}
 
     def change() -> None:
         descriptors.append(numbers())
@@ -437,12 +442,46 @@ def test_a_number_that_is_used_again_right_behind_a_poll(ranks: Make, monkeypatc
             os.close(number)
 
     behind.append(change)
+    assert happens(lambda: numbers() <= Poll.waits)
     goes.end(1)
     assert done.wait(bounds.HANG)
     assert descriptors[0] == descriptors[1], "the number is used again"
     assert not happens_within(0.5, lambda: late[0].lost or watch.lost)
     comes.end(1)
     assert happens(lambda: late[0].lost == (1, "its process has ended"))
+
+
+@pytest.mark.parametrize("used_again", [False, True])
+def test_descriptors_that_the_program_has_closed(ranks: Make, caplog: pytest.LogCaptureFixture, used_again: bool):
+    """What has their numbers by then is neither read, written nor closed, and the next death is seen all the same."""
+    first, second = ranks(2), ranks(2)
+    watch, other = first.watch(), second.watch()
+    dog = watchdog._watchdog
+    assert dog._pipe is not None
+    taken, files = [], []
+    with dog._lock:  # so that it does not look
+        numbers = [one.number for one in (*dog._pipe, *(process.pidfd for process in dog._processes.values()))]
+        read, write = os.pipe()
+        os.write(write, b"the program's")
+        for number in numbers:
+            os.close(number)
+            if used_again:
+                taken.append(os.dup2(read if len(taken) % 2 else write, number))
+                files.append(os.fstat(number))
+        dog._woken = False
+        dog.wake()
+    first.end(1)
+    assert happens(lambda: watch.lost == (1, "its process has ended"))
+    other.stop()
+    watch.stop()
+    assert watchdogs() == []
+    for number, file in zip(taken, files, strict=True):
+        assert os.path.samestat(os.fstat(number), file)
+        os.close(number)
+    assert os.read(read, 100) == b"the program's"
+    os.close(read)
+    os.close(write)
+    assert [message[:35] for message in caplog.messages] == ["the program has closed a descriptor"], "it tells once"
 
 
 def test_a_watch_that_ends_in_the_watchdogs_own_thread(ranks: Make, monkeypatch: pytest.MonkeyPatch):

@@ -7,8 +7,6 @@ the mark. So closing a graph waits for nobody.
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +17,7 @@ from ...cuda import driver, virtual_memory
 from ...cuda.virtual_memory import Range
 from ...errors import CudaError, UnsupportedError
 from ...originals import RLock
+from ...page import shared_files
 from . import driver_calls
 
 Key = tuple[int, int]  # rank, and the number of the slab there
@@ -37,11 +36,7 @@ class Marks:
     """
 
     def __init__(self, descriptor: int, rank: int, n: int) -> None:
-        try:
-            content = mmap.mmap(descriptor, marks_bytes(n))
-        finally:
-            os.close(descriptor)
-        self._words: np.ndarray[Any, Any] = np.frombuffer(content, "<u8").reshape(n, MARKS)
+        self._words: np.ndarray[Any, Any] = np.frombuffer(shared_files.mapped(descriptor), "<u8").reshape(n, MARKS)
         self._rank = rank
 
     def set(self, serial: int) -> None:

@@ -172,7 +172,7 @@ class Launches:
         """A broadcast of one array in two hops; None if it goes in one."""
         split, workspace = request.split, self._workspace
         assert split is not None
-        if split.collective != "broadcast" or request.is_list or request.sms is not None:
+        if not split.collective.rooted or request.is_list or request.sms is not None:
             return None
         steps = []
         ((dtype, kind, _),) = parts.together(request, workspace.n)

@@ -68,6 +68,6 @@ def install() -> None:
     from ipcreduce.ipc import peers, plan
     from tests.simulated import driver
 
-    plan.BULK_BYTES = 4 * plan.KB  # so that short messages take that way
+    plan.BULK_BYTES = plan.SPREAD_BYTES = 4 * plan.KB  # so that short messages take those ways
     if not driver.splits_packets():  # which is seen in few of many rounds
         peers._VERIFY_ROUNDS = _VERIFY_ROUNDS

@@ -11,6 +11,11 @@ def test_all_go_on(mpirun: Callable) -> None:
     assert output.count(" places, ") == len(names), output
 
 
+def test_recordings_that_are_registered(mpirun: Callable) -> None:
+    output = mpirun("tests.interrupts", 2, "--algorithm", "direct", "--every", 50, "record").stdout
+    assert " lost, right" in output, output
+
+
 def test_memory_that_is_given_back(mpirun: Callable) -> None:
     output = mpirun("tests.interrupts", 2, "--every", 60, "suspend", "resume").stdout
     assert output.count(" places, ") == 2, output

@@ -16,6 +16,7 @@ import numpy as np
 from ...cuda import driver, virtual_memory
 from ...cuda.virtual_memory import Range
 from ...errors import CudaError, UnsupportedError
+from ...interrupts import uninterrupted
 from ...originals import RLock
 from ...page import shared_files
 from . import driver_calls
@@ -68,7 +69,7 @@ class Mappings:
 
         :raises CudaError: if the slab cannot be mapped. :raises UnsupportedError: if it is smaller than ``nbytes``.
         """
-        with self._lock:
+        with self._lock, uninterrupted():
             if key not in self._mapped:
                 self._mapped[key] = driver.open_memory(handle)
             address = self._mapped[key]
@@ -153,7 +154,7 @@ class Mappings:
     def unmap_unused(self) -> None:
         """Unmap the slabs that no graph uses. :raises CudaError: the last failure, once the others are unmapped."""
         failed = None
-        with self._lock:
+        with self._lock, uninterrupted():
             for key in [key for key in list(self._mapped) if self._uses[key] <= 0]:
                 del self._uses[key]
                 place, address = self._places.pop(key, None), self._mapped.pop(key)

@@ -111,7 +111,8 @@ class DirectGraphs:
                 segments = [segment for _, resources in recorded for segment in resources.segments]
                 with calls.leaving(number):
                     call_lock.alone(calls, self._agree, number, segments, None)
-            call_lock.alone(calls, self._register, number, [resources for _, resources in recorded])
+            with calls.leaving(number):
+                call_lock.alone(calls, self._register, number, [resources for _, resources in recorded])
 
     def _register(self, number: int, recorded: list[Resources]) -> None:
         launches = self._backend.launches
@@ -288,17 +289,35 @@ class DirectGraphs:
 
     def _switch(self, number: int, chosen: list[_Chosen]) -> None:
         """Make the nodes direct and instantiate their segments again. :raises UnsupportedError: if a rank cannot."""
-        error: IpcReduceError | None = None
         executables: dict[Segment, cuda_graph.Executable] = {}
         try:
-            for one, addresses, _ in chosen:
-                set_kernel(one.launched.node, launch_to(self._backend.launches, one.launched, one.direct, addresses))
-            for segment in dict.fromkeys(one.segment for one, _, _ in chosen):
-                executables[segment] = cuda_graph.Executable(segment.graph)
+            error = self._instantiate(chosen, executables)
+            self._confirm(number, error, "switching graphs to the direct kernel")
+        except BaseException:
+            with uninterrupted():
+                for undo in (*(one.close for one in executables.values()), self.mappings.unmap_unused):
+                    with suppress(CudaError):
+                        undo()
+            raise
+        with uninterrupted():
+            self._use(chosen, executables)
+
+    def _instantiate(
+        self, chosen: list[_Chosen], executables: dict[Segment, cuda_graph.Executable]
+    ) -> IpcReduceError | None:  # fmt: skip
+        """Fill ``executables``. Returns the failure that ends this."""
+        try:
+            with uninterrupted():
+                for one, addresses, _ in chosen:
+                    launch = launch_to(self._backend.launches, one.launched, one.direct, addresses)
+                    set_kernel(one.launched.node, launch)
+                for segment in dict.fromkeys(one.segment for one, _, _ in chosen):
+                    executables[segment] = cuda_graph.Executable(segment.graph)
         except IpcReduceError as caught:
-            error = caught
-        close = (executable.close for executable in executables.values())
-        self._confirm(number, error, "switching graphs to the direct kernel", *close, self.mappings.unmap_unused)
+            return caught
+        return None
+
+    def _use(self, chosen: list[_Chosen], executables: dict[Segment, cuda_graph.Executable]) -> None:
         for one, _, _ in chosen:
             one.launched.part = one.direct
             one.call.kernels = ", ".join(dict.fromkeys(each.part.algorithm for each in self.launched[one.call]))

@@ -34,7 +34,7 @@ REFUSED = {  # what may stay behind, if the driver does not take it back
     "cuIpcCloseMemHandle": {"mappings": 1},
     "cuMemFree": {"allocations": 1, "descriptors": 1},
     "cuMemAddressFree": {"reserved ranges": 1},
-    "cuMemHostUnregister": {"registered host ranges": 1, "mapped pages": 1, "descriptors": 1},
+    "cuMemHostUnregister": {"registered host ranges": 1, "mapped pages": 1},
     "cuMemRelease": {"physical": 1, "descriptors": 1},
     # A mapping keeps its range and its memory's descriptor.
     "cuMemUnmap": {"virtual mappings": 1, "reserved ranges": 1, "descriptors": 1},

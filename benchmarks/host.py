@@ -115,8 +115,9 @@ def main() -> None:
                 print(f"{found['dtype']:9} {found['op']:14} {found['bytes']:>10} {ours:12.1f} {ratio}", flush=True)
         bandwidth = copy_bandwidth()
         if comm.rank == 0 and args.json:
+            header = report.header(["-m", "benchmarks.host", *sys.argv[1:]])  # argv[0] is a path of this machine
             about = {"ranks": comm.size, "copy_GB_per_s": bandwidth}
-            args.json.write_text(json.dumps({**report.header(sys.argv), **about, "rows": rows}, indent=1) + "\n")
+            args.json.write_text(json.dumps({**header, **about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

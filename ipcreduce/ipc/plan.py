@@ -351,8 +351,8 @@ def parts_shape(packets: int, n: int, resident: int, sharing: int, sms: int | No
 def _one_shot_shape(packets: int, n: int, most: int, sharing: int) -> tuple[int, int, int]:
     """Grid, block and depth. Each packet has a thread. Up to 4 KB there are at most two blocks; then they fill the GPU.
 
-    Over two ranks 64 blocks do from 16 KB to 1 MB: alone they are 0 to 3 % slower, and beside matrix products they cost
-    a third to a half (benchmarks/NOTES.md). That was not measured over more.
+    Over two ranks 64 blocks do from 16 KB to 1 MB: alone they are 0 to 3 % slower, and beside long matrix products they
+    cost about half (benchmarks/NOTES.md). That was not measured over more.
 
     :param most: the largest grid.
     """

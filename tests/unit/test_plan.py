@@ -498,6 +498,17 @@ def test_no_grid_is_larger_than_its_limit(nbytes: int, n: int, sms: int, force: 
 
 
 @pytest.mark.parametrize(
+    ("n", "packets", "shape"),
+    [
+        (2, 512, (8, 64)), (2, 4 * KB, (32, 128)), (2, 16 * KB, (64, 256)), (2, 65 * KB, (130, 512)),
+        (4, 4 * KB, (128, 32)), (4, 16 * KB, (128, 128)),
+    ],
+)  # fmt: skip
+def test_shapes_of_splits(n: int, packets: int, shape: tuple[int, int]):
+    assert plan.parts_shape(packets, n, plan.RESIDENT, 1, None) == shape
+
+
+@pytest.mark.parametrize(
     ("n", "sms", "nbytes", "shape"),
     [(2, 8, 256 * KB, (8, 512)), (2, 1, 64 * KB, (1, 512)), (4, 16, 256 * KB, (16, 256)), (8, 4, 512 * KB, (4, 256))],
 )

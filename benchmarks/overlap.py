@@ -8,7 +8,7 @@ there is no optimizer. The ways take turns:
     alone              no all-reduce: the least that a step can take
     unreduced          DistributedDataParallel with a hook that does nothing
     overlapped         DistributedDataParallel over gloo, with ipcreduce.torch.ddp_hook
-    sms=16             the same with another limit of blocks
+    sms=16             the same with a given limit of blocks
     after              all-reduces of ipcreduce after the backward pass
     NCCL overlapped    DistributedDataParallel over NCCL, as it is
     NCCL after         torch.distributed.all_reduce over NCCL after the backward pass
@@ -163,7 +163,7 @@ class Run:
         """Compare the first elements of each gradient with their mean over the ranks, computed on the host."""
         parts = {}
         for name, step in ways.items():
-            for _ in range(3):  # from the second step on PyTorch uses several buckets
+            for _ in range(12):  # from the second step on PyTorch uses several buckets, and ours tries limits of blocks
                 step()
             self.clock.wait()
             parts[name] = torch.stack([grad.flatten()[:CHECKED].float().cpu() for grad in self.gradients(name)])

@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from ..types import DEFAULT_STREAM
 from .names import check_is_communicator
 
 _LONG = 4 << 20  # bytes of a bucket from which on its all-reduce has a limit of blocks
+_LIMITS = (8, None)  # of which "auto" takes the faster one
+_UNTIMED, _TIMED = 3, 6  # backward passes of the trial: first PyTorch lays out its buckets, and kernels are compiled
 _COMPARISON = Fingerprint.of("comparison of the model's process group with the communicator")
 _MEMBER = np.dtype([("rank", "<i8"), ("size", "<i8"), ("processes", "<u4")])
 _REMEDY = (
@@ -40,9 +42,9 @@ _REMEDY = (
 class Buckets:
     """The buckets of one model on this rank."""
 
-    def __init__(self, comm: Communicator, sms: int | None) -> None:
-        """``sms``: of the calls on long buckets: see :meth:`Communicator.allreduce`."""
-        self._comm, self._sms = comm, sms
+    def __init__(self, comm: Communicator, limits: tuple[int | None, ...]) -> None:
+        """``limits``: the most blocks of the calls on long buckets: one, or two to choose from."""
+        self._comm, self._trial = comm, Trial(limits if comm.backend == "ipc" else limits[:1])
         self._calls = session_of(comm).calls
         self._group = GroupCheck(comm)
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
@@ -67,14 +69,20 @@ class Buckets:
             tensor = bucket.buffer()
             is_dense = tensor.layout is torch.strided  # others are refused by the call, on every rank
             stream = self._stream_beside(tensor) if tensor.is_cuda and is_dense else None
+            times = self._trial.begin() if stream is not None and bucket.index() == 0 else None
             begun = True  # from here on the calls tell the peers
             self._group.compare_once(torch.distributed.group.WORLD if group is None else group)
+            if times is not None:
+                self._trial.settle(self._comm.allreduce(times, "max"))
             if stream is None:
                 return self._reduce(tensor, None, torch.futures.Future())
             is_alone = tensor.nbytes < _LONG or bucket.is_last()  # behind the last one no product waits
             with torch.cuda.stream(stream):
                 future = torch.futures.Future(devices=[tensor.device])
-                return self._reduce(tensor, None if is_alone else self._sms, future)
+                self._reduce(tensor, None if is_alone else self._trial.sms, future)
+                if bucket.is_last():
+                    self._trial.end()
+            return future
         except BaseException as error:
             if self._unfinished is not None:
                 self._unfinished.detach()
@@ -117,6 +125,55 @@ class Buckets:
     def _tell_of_the_failed_pass(self) -> None:
         error = RuntimeError("its backward pass raised an exception, after its first bucket of gradients")
         self._calls.fail(error, begun=False, foreign=True)
+
+
+class Trial:
+    """The choice between two limits of blocks: passes take turns with them, and are timed by the GPU.
+
+    Beside long matrix products few blocks cost a step least. Beside short ones the all-reduces would then end behind
+    the pass, and those without a limit do not (benchmarks/overlap.py).
+    """
+
+    def __init__(self, limits: tuple[int | None, ...]) -> None:
+        self.sms = limits[0]  # of the present pass
+        self._limits = limits
+        self._first: Any = None  # the event of this pass's first full bucket
+        self._passes: list[tuple[Any, Any]] = []  # and of the last averaged one, by pass
+
+    def begin(self) -> np.ndarray[Any, Any] | None:
+        """Note the first full bucket of a pass, on the current stream.
+
+        :returns: when all passes are timed, their milliseconds on this rank, of which :meth:`settle` wants the ranks'
+            largest.
+        """
+        self._first = None
+        if len(self._limits) == 1 or torch.cuda.is_current_stream_capturing():  # there no event has a time
+            return None
+        if len(self._passes) == _UNTIMED + _TIMED:
+            self._passes[-1][1].synchronize()
+            return np.array([first.elapsed_time(last) for first, last in self._passes[_UNTIMED:]])
+        self.sms = self._limits[len(self._passes) % 2]
+        self._first = _now()
+        return None
+
+    def end(self) -> None:
+        """Note the last averaged bucket of a pass, on the current stream."""
+        if self._first is not None:
+            self._passes.append((self._first, _now()))
+
+    def settle(self, times: np.ndarray[Any, Any]) -> None:
+        """End the trial. ``times``: of the timed passes, the same on every rank."""
+        turned = self._limits[_UNTIMED % 2 :] + self._limits[: _UNTIMED % 2]
+        medians = [float(np.median(times[turn::2])) for turn in range(2)]
+        self.sms = turned[medians.index(min(medians))]
+        self._limits = (self.sms,)
+        self._passes.clear()
+
+
+def _now() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class GroupCheck:
@@ -162,7 +219,7 @@ class GroupCheck:
             raise ArgumentError(report(calls.rank, number, happened, _REMEDY), reach=Reach.ALL)
 
 
-def ddp_hook(comm: Communicator, sms: int | None = 8) -> Callable[[Any, Any], Any]:
+def ddp_hook(comm: Communicator, sms: int | Literal["auto"] | None = "auto") -> Callable[[Any, Any], Any]:
     """A communication hook for ``DistributedDataParallel`` that averages the gradients over the ranks.
 
         model = DistributedDataParallel(model)
@@ -180,12 +237,13 @@ def ddp_hook(comm: Communicator, sms: int | None = 8) -> Callable[[Any, Any], An
     others get PeerFailedError. DistributedDataParallel cannot go on with that model: wrap it again, on every rank.
 
     :param sms: the most blocks of an all-reduce of 4 MB or more, which then leaves most multiprocessors to the backward
-        pass; the same on every rank. The last bucket's has no limit. None: as many as are fastest alone. See
-        :meth:`Communicator.allreduce`.
-    :raises ArgumentError: if ``comm`` is not a Communicator, or ``sms`` not an int from 1 on.
+        pass; the same on every rank. The last bucket's has no limit. None: as many as are fastest alone. "auto": the
+        first nine passes try 8 and None, and the ranks agree on the faster one. See :meth:`Communicator.allreduce`.
+    :raises ArgumentError: if ``comm`` is not a Communicator, or ``sms`` none of these.
     """
     check_is_communicator(comm, "ddp_hook(comm)")
-    buckets = Buckets(comm, None if sms is None else checked_sms(sms))
+    is_auto = isinstance(sms, str) and sms == "auto"
+    buckets = Buckets(comm, _LIMITS if is_auto else (None if sms is None else checked_sms(sms),))
 
     def hook(state: Any, bucket: Any) -> Any:
         return buckets.average(state, bucket)

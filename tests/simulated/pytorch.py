@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import cupy
@@ -85,6 +85,27 @@ def stream(chosen: Any) -> Iterator[None]:
             yield
     finally:
         _state.current = before
+
+
+class Event:
+    """Its time is the number of milliseconds in ``clock``, which a scenario sets."""
+
+    clock: ClassVar = [0.0]
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.time, self.is_over = -1.0, False
+
+    def record(self) -> None:
+        self.time = self.clock[0]
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+    def elapsed_time(self, last: Any) -> float:
+        assert self.time >= 0, "the event has not been recorded"
+        assert last.time >= 0, "the event has not been recorded"
+        return float(last.time - self.time)
 
 
 class Storage:
@@ -351,7 +372,8 @@ def make_current(chosen: Any) -> None:
 
 cuda = SimpleNamespace(
     current_stream=current_stream, stream=stream, Stream=Stream, ExternalStream=ExternalStream, MemPool=MemPool,
-    use_mem_pool=use_mem_pool, is_available=lambda: True, init=lambda: None,
+    use_mem_pool=use_mem_pool, is_available=lambda: True, init=lambda: None, Event=Event,
+    is_current_stream_capturing=lambda: cupy.cuda.ExternalStream(current_stream().cuda_stream).is_capturing(),
 )  # fmt: skip
 _modes: dict[str, Any] = {}
 _python_dispatch = SimpleNamespace(_is_in_torch_dispatch_mode=False)

@@ -22,7 +22,7 @@ Hook = Any
 
 
 @contextmanager
-def hooked() -> Iterator[tuple[Communicator, Hook]]:
+def hooked(*limits: int | None) -> Iterator[tuple[Communicator, Hook]]:
     """A communicator and a hook of it, in a program that has imported PyTorch, whose default group are the ranks."""
     world = torch.ProcessGroup(RANK, [*range(SIZE)])
     with (
@@ -30,7 +30,7 @@ def hooked() -> Iterator[tuple[Communicator, Hook]]:
         mock.patch.object(ddp, "_LONG", 4 * COUNT),
     ):  # fmt: skip
         works(comm)
-        hook = ddp.Buckets(comm, 8)
+        hook = ddp.Buckets(comm, limits or (8,))
         with BackwardPass():
             averaged(hook.average(None, bucket_of(RANK + 1)))
         yield comm, hook
@@ -68,6 +68,24 @@ def long_buckets_run_in_few_blocks() -> None:
         for index in range(2):
             averaged(hook.average(None, bucket_of(RANK + 1, index, is_last=index == 1)))
         assert [request.sms for request in comm._state.backend._prepared if request.op == "avg"] == [8, None]
+
+
+def limits_take_turns() -> None:
+    """The hook keeps the limit whose passes took the slowest rank less, and tries no more."""
+    for slower in (0, 1):
+        with hooked(8, None) as (comm, hook):  # which has made one pass, of a bucket that is not the last
+            chosen = []
+            for turn in range(ddp._UNTIMED + ddp._TIMED + 3):
+                with BackwardPass():
+                    averaged(hook.average(None, bucket_of(RANK + 1)))
+                    chosen.append(hook._trial.sms)
+                    is_slow = turn % 2 == slower if RANK == LAST else turn == ddp._UNTIMED + slower
+                    torch.Event.clock[0] += 5 if is_slow else 1  # the other ranks are slow once, with the other limit
+                    averaged(hook.average(None, bucket_of(RANK + 1, 1, is_last=True)))
+            tried, kept = chosen[: ddp._UNTIMED + ddp._TIMED], chosen[ddp._UNTIMED + ddp._TIMED :]
+            assert tried == [(8, None)[turn % 2] for turn in range(len(tried))]
+            assert set(kept) == {(None, 8)[slower]}, (slower, kept)
+            works(comm)
 
 
 def sparse_gradients() -> None:
@@ -163,5 +181,5 @@ def buckets_of_another_group() -> None:
 SCENARIOS = [
     buckets_behind_the_gradients, buckets_beside_the_backward_pass, a_bucket_that_is_dropped,
     a_backward_pass_that_raises, buckets_without_a_backward_pass, buckets_of_another_group,
-    long_buckets_run_in_few_blocks, sparse_gradients,
+    long_buckets_run_in_few_blocks, limits_take_turns, sparse_gradients,
 ]  # fmt: skip

@@ -29,9 +29,11 @@ from ..types import DEFAULT_STREAM
 from .names import check_is_communicator
 
 _LONG = 4 << 20  # bytes of a bucket from which on its all-reduce has a limit of blocks
-_LIMITS = (8, None)  # of which "auto" takes the faster one
-_UNTIMED, _TIMED = 3, 6  # backward passes of the trial: first PyTorch lays out its buckets, and kernels are compiled
+_BEHIND = "behind"  # in place of a limit: one call for all buckets, when the last is full
+_WAYS = (8, None, _BEHIND)  # of which "auto" takes the fastest
+_UNTIMED, _TIMED = 2, 3  # turns of a trial: first PyTorch lays out its buckets, and kernels are compiled
 _COMPARISON = Fingerprint.of("comparison of the model's process group with the communicator")
+Way = int | str | None
 _MEMBER = np.dtype([("rank", "<i8"), ("size", "<i8"), ("processes", "<u4")])
 _REMEDY = (
     "Make the communicator of the model's process group: ipcreduce.Communicator(group). If that is not PyTorch's "
@@ -42,12 +44,13 @@ _REMEDY = (
 class Buckets:
     """The buckets of one model on this rank."""
 
-    def __init__(self, comm: Communicator, limits: tuple[int | None, ...]) -> None:
-        """``limits``: the most blocks of the calls on long buckets: one, or two to choose from."""
-        self._comm, self._trial = comm, Trial(limits if comm.backend == "ipc" else limits[:1])
+    def __init__(self, comm: Communicator, ways: tuple[Way, ...]) -> None:
+        """``ways``: limits of blocks of the calls on long buckets, or "behind": one, or some to choose from."""
+        self._comm, self._trial = comm, Trial(ways if comm.backend == "ipc" else ways[:1])
         self._calls = session_of(comm).calls
         self._group = GroupCheck(comm)
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
+        self._full: list[tuple[Any, Any]] = []  # buckets on the GPU that are not reduced yet, and their futures
         self._unfinished: Any = None  # tells the peers if the backward pass ends by an exception
 
     def average(self, group: Any, bucket: Any) -> Any:
@@ -65,23 +68,24 @@ class Buckets:
         begun = False
         try:
             if bucket.index() == 0:
+                self._full.clear()  # of a pass that has failed
                 self._watch_this_pass()
             tensor = bucket.buffer()
-            is_dense = tensor.layout is torch.strided  # others are refused by the call, on every rank
-            stream = self._stream_beside(tensor) if tensor.is_cuda and is_dense else None
-            times = self._trial.begin() if stream is not None and bucket.index() == 0 else None
+            is_on_gpu = tensor.is_cuda and tensor.layout is torch.strided  # the call refuses others, on every rank
+            future = torch.futures.Future(devices=[tensor.device] if is_on_gpu else [])
+            if is_on_gpu:
+                self._enter_stream(tensor)
+                self._full.append((tensor, future))
+            times = self._trial.begin() if is_on_gpu and bucket.index() == 0 else None
             begun = True  # from here on the calls tell the peers
             self._group.compare_once(torch.distributed.group.WORLD if group is None else group)
             if times is not None:
                 self._trial.settle(self._comm.allreduce(times, "max"))
-            if stream is None:
-                return self._reduce(tensor, None, torch.futures.Future())
-            is_alone = tensor.nbytes < _LONG or bucket.is_last()  # behind the last one no product waits
-            with torch.cuda.stream(stream):
-                future = torch.futures.Future(devices=[tensor.device])
-                self._reduce(tensor, None if is_alone else self._trial.sms, future)
-                if bucket.is_last():
-                    self._trial.end()
+            if self._full and (bucket.is_last() or self._trial.way != _BEHIND):
+                self._reduce_full(bucket.is_last())
+            if not is_on_gpu:
+                self._comm.allreduce(tensor, "avg", out=tensor)
+                future.set_result(tensor)
             return future
         except BaseException as error:
             if self._unfinished is not None:
@@ -90,19 +94,28 @@ class Buckets:
                 self._calls.fail(error, begun=False, foreign=True)
             raise
 
-    def _reduce(self, tensor: Any, sms: int | None, future: Any) -> Any:
-        self._comm.allreduce(tensor, "avg", out=tensor, sms=sms)
-        future.set_result(tensor)  # records the end of the current stream's work, for those who wait
-        return future
-
-    def _stream_beside(self, tensor: Any) -> Any:
-        """The stream of the all-reduces, after the present work on the current stream, with the tensor's memory."""
+    def _enter_stream(self, tensor: Any) -> None:
+        """Let the stream of the all-reduces wait for the present work on the current one, and keep the memory."""
         cuda = torch.cuda
         if self._stream is None:  # of high priority, so that the all-reduces start between the backward pass's kernels
             self._stream = cuda.Stream(tensor.device, priority=-1)
         self._stream.wait_stream(cuda.current_stream(tensor.device))
         tensor.record_stream(self._stream)  # if the backward pass fails, the bucket may be freed while it is reduced
-        return self._stream
+
+    def _reduce_full(self, is_last: bool) -> None:
+        tensors, way = [tensor for tensor, _ in self._full], self._trial.way
+        with torch.cuda.stream(self._stream):
+            if len(tensors) > 1:
+                self._comm.allreduce(tensors, "avg", out=tensors)
+            else:
+                is_limited = tensors[0].nbytes >= _LONG and not is_last  # behind the last one no product waits
+                sms = way if is_limited and isinstance(way, int) else None
+                self._comm.allreduce(tensors[0], "avg", out=tensors[0], sms=sms)
+            for tensor, future in self._full:
+                future.set_result(tensor)  # records the end of the current stream's work, for those who wait
+            self._full.clear()
+            if is_last:
+                self._trial.end()
 
     # ---- the end of a backward pass
     def _watch_this_pass(self) -> None:
@@ -128,31 +141,33 @@ class Buckets:
 
 
 class Trial:
-    """The choice between two limits of blocks: passes take turns with them, and are timed by the GPU.
+    """The choice between ways: the passes take turns with them, and are timed by the GPU.
 
     Beside long matrix products few blocks cost a step least. Beside short ones the all-reduces would then end behind
-    the pass, and those without a limit do not (benchmarks/overlap.py).
+    the pass, and those without a limit do not. One call behind the pass takes a slow host least time
+    (benchmarks/overlap.py).
     """
 
-    def __init__(self, limits: tuple[int | None, ...]) -> None:
-        self.sms = limits[0]  # of the present pass
-        self._limits = limits
+    def __init__(self, ways: tuple[Way, ...]) -> None:
+        self.way = ways[0]  # of the present pass
+        self._ways = ways
         self._first: Any = None  # the event of this pass's first full bucket
         self._passes: list[tuple[Any, Any]] = []  # and of the last averaged one, by pass
 
     def begin(self) -> np.ndarray[Any, Any] | None:
         """Note the first full bucket of a pass, on the current stream.
 
-        :returns: when all passes are timed, their milliseconds on this rank, of which :meth:`settle` wants the ranks'
-            largest.
+        :returns: when all passes are timed, their milliseconds on this rank, by turn and way, of which :meth:`settle`
+            wants the ranks' largest.
         """
-        self._first = None
-        if len(self._limits) == 1 or torch.cuda.is_current_stream_capturing():  # there no event has a time
+        self._first, count = None, len(self._ways)
+        if count == 1 or torch.cuda.is_current_stream_capturing():  # in a capture no event has a time
             return None
-        if len(self._passes) == _UNTIMED + _TIMED:
+        if len(self._passes) == count * (_UNTIMED + _TIMED):
             self._passes[-1][1].synchronize()
-            return np.array([first.elapsed_time(last) for first, last in self._passes[_UNTIMED:]])
-        self.sms = self._limits[len(self._passes) % 2]
+            timed = self._passes[count * _UNTIMED :]
+            return np.array([first.elapsed_time(last) for first, last in timed]).reshape(_TIMED, count)
+        self.way = self._ways[len(self._passes) % count]
         self._first = _now()
         return None
 
@@ -162,11 +177,9 @@ class Trial:
             self._passes.append((self._first, _now()))
 
     def settle(self, times: np.ndarray[Any, Any]) -> None:
-        """End the trial. ``times``: of the timed passes, the same on every rank."""
-        turned = self._limits[_UNTIMED % 2 :] + self._limits[: _UNTIMED % 2]
-        medians = [float(np.median(times[turn::2])) for turn in range(2)]
-        self.sms = turned[medians.index(min(medians))]
-        self._limits = (self.sms,)
+        """End the trial. ``times``: by turn and way, the same on every rank."""
+        self.way = self._ways[int(np.median(times, axis=0).argmin())]
+        self._ways = (self.way,)
         self._passes.clear()
 
 
@@ -238,12 +251,13 @@ def ddp_hook(comm: Communicator, sms: int | Literal["auto"] | None = "auto") -> 
 
     :param sms: the most blocks of an all-reduce of 4 MB or more, which then leaves most multiprocessors to the backward
         pass; the same on every rank. The last bucket's has no limit. None: as many as are fastest alone. "auto": the
-        first nine passes try 8 and None, and the ranks agree on the faster one. See :meth:`Communicator.allreduce`.
+        first 15 passes try 8, None, and one call for all buckets behind the pass. Then the ranks agree on the fastest.
+        See :meth:`Communicator.allreduce`.
     :raises ArgumentError: if ``comm`` is not a Communicator, or ``sms`` none of these.
     """
     check_is_communicator(comm, "ddp_hook(comm)")
     is_auto = isinstance(sms, str) and sms == "auto"
-    buckets = Buckets(comm, _LIMITS if is_auto else (None if sms is None else checked_sms(sms),))
+    buckets = Buckets(comm, _WAYS if is_auto else (None if sms is None else checked_sms(sms),))
 
     def hook(state: Any, bucket: Any) -> Any:
         return buckets.average(state, bucket)

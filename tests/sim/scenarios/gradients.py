@@ -22,7 +22,7 @@ Hook = Any
 
 
 @contextmanager
-def hooked(*limits: int | None) -> Iterator[tuple[Communicator, Hook]]:
+def hooked(*ways: Any) -> Iterator[tuple[Communicator, Hook]]:
     """A communicator and a hook of it, in a program that has imported PyTorch, whose default group are the ranks."""
     world = torch.ProcessGroup(RANK, [*range(SIZE)])
     with (
@@ -30,9 +30,9 @@ def hooked(*limits: int | None) -> Iterator[tuple[Communicator, Hook]]:
         mock.patch.object(ddp, "_LONG", 4 * COUNT),
     ):  # fmt: skip
         works(comm)
-        hook = ddp.Buckets(comm, limits or (8,))
+        hook = ddp.Buckets(comm, ways or (8,))
         with BackwardPass():
-            averaged(hook.average(None, bucket_of(RANK + 1)))
+            averaged(hook.average(None, bucket_of(RANK + 1, is_last=ways == (ddp._BEHIND,))))
         yield comm, hook
 
 
@@ -70,22 +70,44 @@ def long_buckets_run_in_few_blocks() -> None:
         assert [request.sms for request in comm._state.backend._prepared if request.op == "avg"] == [8, None]
 
 
-def limits_take_turns() -> None:
-    """The hook keeps the limit whose passes took the slowest rank less, and tries no more."""
-    for slower in (0, 1):
-        with hooked(8, None) as (comm, hook):  # which has made one pass, of a bucket that is not the last
+def ways_take_turns() -> None:
+    """The hook keeps the way whose passes took the slowest rank least, and tries no more."""
+    count, untimed = len(ddp._WAYS), len(ddp._WAYS) * ddp._UNTIMED
+    for best in range(count):
+        with hooked(*ddp._WAYS) as (comm, hook):
             chosen = []
-            for turn in range(ddp._UNTIMED + ddp._TIMED + 3):
+            for turn in range(untimed + count * ddp._TIMED + 2):
                 with BackwardPass():
-                    averaged(hook.average(None, bucket_of(RANK + 1)))
-                    chosen.append(hook._trial.sms)
-                    is_slow = turn % 2 == slower if RANK == LAST else turn == ddp._UNTIMED + slower
-                    torch.Event.clock[0] += 5 if is_slow else 1  # the other ranks are slow once, with the other limit
-                    averaged(hook.average(None, bucket_of(RANK + 1, 1, is_last=True)))
-            tried, kept = chosen[: ddp._UNTIMED + ddp._TIMED], chosen[ddp._UNTIMED + ddp._TIMED :]
-            assert tried == [(8, None)[turn % 2] for turn in range(len(tried))]
-            assert set(kept) == {(None, 8)[slower]}, (slower, kept)
+                    futures = [hook.average(None, bucket_of(RANK + 1))]
+                    chosen.append(hook._trial.way)
+                    is_slow = turn % count != best if RANK == LAST else turn == untimed + best
+                    torch.Event.clock[0] += 5 if is_slow else 1
+                    futures.append(hook.average(None, bucket_of(RANK + 1, 1, is_last=True)))
+                    for future in futures:
+                        averaged(future)
+            assert chosen[:-2] == [ddp._WAYS[turn % count] for turn in range(len(chosen) - 2)]
+            assert chosen[-2:] == [ddp._WAYS[best]] * 2, (best, chosen)
             works(comm)
+
+
+def one_call_behind_the_pass() -> None:
+    """Buckets wait for the last one, and those of a pass that has failed are not reduced with the next one's."""
+    with hooked(ddp._BEHIND) as (comm, hook):
+        number = comm._state.calls.number
+        with raises(KeyError), BackwardPass():
+            for index in range(1 + RANK):
+                hook.average(None, bucket_of(-1, index))
+            assert comm._state.calls.number == number, "the bucket has not waited"
+            hook._unfinished.detach()  # on every rank, so nobody is told
+            raise KeyError
+        with BackwardPass():
+            futures = [
+                hook.average(None, bucket_of(index * (RANK + 1), index, is_last=index == 2)) for index in range(3)
+            ]
+            assert comm._state.calls.number == number + 1
+        for index, future in enumerate(futures):
+            averaged(future, index)
+        works(comm)
 
 
 def sparse_gradients() -> None:
@@ -181,5 +203,5 @@ def buckets_of_another_group() -> None:
 SCENARIOS = [
     buckets_behind_the_gradients, buckets_beside_the_backward_pass, a_bucket_that_is_dropped,
     a_backward_pass_that_raises, buckets_without_a_backward_pass, buckets_of_another_group,
-    long_buckets_run_in_few_blocks, limits_take_turns, sparse_gradients,
+    long_buckets_run_in_few_blocks, ways_take_turns, one_call_behind_the_pass, sparse_gradients,
 ]  # fmt: skip

@@ -195,13 +195,20 @@ def norm_fp8_table(machine: str = "h200-x2") -> str:
 
 def overlap_table() -> str:
     """Times of a training step by ``benchmarks/overlap.py``, in milliseconds."""
-    runs = {
-        "2 × H200, 8,192 tokens": "h200-x2", "2,048 tokens": "h200-x2-tokens2048",
-        "2 × H100, 8,192 tokens (before)": "h100-x2", "4 × H200, 2,048 tokens (before)": "h200-x4",
+    of_a = {run["tokens"]: run for run in read("overlap-ways-h200-x2")["runs"]}  # of 2,048 tokens the last run
+    steps = {f"{tokens:,}, 2 × H200, A": of_a[tokens] for tokens in (8192, 4096, 2048)}
+    for tokens, name in (("8,192", ""), ("4,096", "-tokens4096"), ("2,048", "-tokens2048")):
+        steps[f"{tokens}, 2 × H200, B"] = read(f"overlap-h200-x2{name}")
+    steps["2,048, 4 × H200"] = read("overlap-h200-x4")
+    ways = {
+        "alone": "alone", "unreduced": "unreduced", "8 blocks": "sms=8", "no limit": "sms=None",
+        "behind": "one call behind the pass", "NCCL": "NCCL overlapped",
     }  # fmt: skip
-    times = [read(f"overlap-{run}")["ms_of_step"] for run in runs.values()]
-    lines = ([way, *(f"{found[way]:.2f}" if way in found else "" for found in times)] for way in times[0])
-    return table(["way", *runs], lines)
+    lines = []
+    for name, step in steps.items():
+        times = step["ms_of_step"]
+        lines.append([name, *(f"{times[way]:.2f}" if way in times else "" for way in ways.values())])
+    return table(["tokens, GPUs, host", *ways], lines)
 
 
 def beside_table() -> str:

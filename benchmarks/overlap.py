@@ -163,7 +163,7 @@ class Run:
         """Compare the first elements of each gradient with their mean over the ranks, computed on the host."""
         parts = {}
         for name, step in ways.items():
-            for _ in range(12):  # from the second step on PyTorch uses several buckets, and ours tries limits of blocks
+            for _ in range(18):  # from the second step on PyTorch uses several buckets, and our hook tries its ways
                 step()
             self.clock.wait()
             parts[name] = torch.stack([grad.flatten()[:CHECKED].float().cpu() for grad in self.gradients(name)])

@@ -16,6 +16,8 @@ import pytest
 
 from ipcreduce import interrupts
 from ipcreduce.cuda import driver, streams
+from ipcreduce.graphs.direct import driver_calls
+from ipcreduce.graphs.direct.mappings import Mappings
 from ipcreduce.interrupts import uninterrupted
 from tests.interrupts.points import Points
 
@@ -157,3 +159,26 @@ def test_a_wait_of_streams_leaves_no_event(monkeypatch: pytest.MonkeyPatch):
     places = trial(Points()).seen
     for key in places:
         assert trial(Points(key)).fired
+
+
+def test_a_slab_that_is_mapped_is_known(monkeypatch):
+    """Else nothing would ever unmap it."""
+    monkeypatch.setattr(driver, "open_memory", lambda handle: interrupt() or int(handle))
+    monkeypatch.setattr(driver_calls, "allocation_bytes", lambda address: 100)
+    mappings = Mappings()
+    with pytest.raises(KeyboardInterrupt):
+        mappings.open((1, 0), b"4096", 100)
+    assert mappings.address((1, 0)) == 4096
+
+
+def test_every_slab_is_unmapped(monkeypatch):
+    closed = []
+    monkeypatch.setattr(driver, "open_memory", int)
+    monkeypatch.setattr(driver, "close_memory", lambda address: interrupt() or closed.append(address))
+    monkeypatch.setattr(driver_calls, "allocation_bytes", lambda address: 100)
+    mappings = Mappings()
+    for number in range(2):
+        mappings.open((1, number), b"%d" % (4096 * number), 100)
+    with pytest.raises(KeyboardInterrupt):
+        mappings.unmap_all()
+    assert closed == [0, 4096]

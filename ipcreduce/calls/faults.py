@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..logs import WARNING, log
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
@@ -11,6 +13,10 @@ from ..texts import text_in, text_of
 ONLY_CLOSE = "The communicator can only be closed."
 MISSED = "it made no call after an error"  # a loss: the rank may well be alive
 USE_AGAIN = "The communicator can be used again."
+_SAME = "Let the ranks make the same calls"
+_OR_SIZES = " or, if the parts differ in length, pass sizes=, the same on every rank"
+# An all-gather on some ranks: of its words it finds all but the shapes.
+_GATHER = re.compile(r"all-gather of (.+?)(?: \([\d, ]*\))?(, axis \d+, no sizes=[\w ]*?)(?::.*?)? on rank")
 _GO_ON = (
     "Do not use what this rank has reduced since then. Graphs captured by other libraries work again once every rank "
     "has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. With backend nccl, "
@@ -56,7 +62,9 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
     after = USE_AGAIN if page.loss() is None else ONLY_CLOSE
     if kind == MISMATCH:
         happened = f"call {where} is not the same on every rank: {text}"
-        return RankMismatchError(report(page.rank, call, happened, f"Let the ranks make the same calls. {after}"))
+        gathers = _GATHER.findall(text)
+        uneven = len({*gathers}) == 1 and len(gathers) == text.count(" on rank")
+        return RankMismatchError(report(page.rank, call, happened, f"{_SAME}{_OR_SIZES * uneven}. {after}"))
     return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} raised an error ({text})", after))
 
 

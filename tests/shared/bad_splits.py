@@ -237,14 +237,14 @@ def differences() -> Iterator[Row]:
         error = RankMismatchError
         return Row(f"split call of {words[-1]} on one rank", call, words, error, error, ("one",), right)
 
-    theirs = f"all-gather of float32 ({6 * N},), axis 0, no sizes="
-    yield differs(gather, lambda m, c: gather(m, c, 7), theirs, f"({7 * N},), axis 0, no sizes=")
-    yield differs(gather, lambda m, c: gather(m, c, (6, 1)), theirs, f"({6 * N}, 1), axis 0")
+    theirs, advice = "all-gather of float32 (6,), axis 0, no sizes=", "if the parts differ in length, pass sizes="
+    yield differs(gather, lambda m, c: gather(m, c, 7), theirs, advice, "(7,), axis 0, no sizes=")
+    yield differs(gather, lambda m, c: gather(m, c, (6, 1)), theirs, "(6, 1), axis 0")
     sizes = [6] * N
     yield differs(gather, lambda m, c: gather(m, c, sizes=sizes), theirs, f"({6 * N},), axis 0, sizes={sizes}")
     yield differs(
         lambda m, c: gather(m, c, (6, 6)), lambda m, c: gather(m, c, (6, 6), axis=-1),
-        f"({6 * N}, 6), axis 0", f"(6, {6 * N}), axis 1",
+        "(6, 6), axis 0", "(6, 6), axis 1",
     )  # fmt: skip
     yield differs(gather, lambda m, c: c.allgather(mine(m, c, 6, np.int32)), theirs, "all-gather of int32 (")
     yield differs(gather, lambda m, c: c.allgather([mine(m, c)]), theirs, "all-gather of 1 arrays, axis 0")

@@ -215,15 +215,16 @@ def check_writable(target: Any, out: Any, name: str = "out") -> None:
     """Look for a mark of read-only memory. :raises ArgumentError: if the owner of ``out``'s memory forbids writing.
 
     :param target: the array over the memory of ``out``.
-    :param name: the argument's.
+    :param name: the argument's; "array" of a broadcast.
     """
     if views.is_readonly(target):
         why = "this array is read-only"
         if not isinstance(out, np.ndarray):
             why = f"this {type(out).__qualname__} is read-only, or does not say by DLPack 1.0 that it may be written"
-        raise ArgumentError(
-            f"{name} cannot be written: {why}. Pass a copy in NumPy or CuPy, or leave {name}= away for a new array"
-        )
+        remedy = f"Pass a copy in NumPy or CuPy, or leave {name}= away for a new array"
+        if name == "array":
+            remedy = "Pass one that can be written, such as a copy in NumPy or CuPy, on every rank but the root"
+        raise ArgumentError(f"{name} cannot be written: {why}. {remedy}")
 
 
 def check_own_elements(out: Any, name: str = "out") -> None:
@@ -231,7 +232,7 @@ def check_own_elements(out: Any, name: str = "out") -> None:
     if views.has_shared_elements(out):
         raise ArgumentError(
             f"elements of {name} share memory: its shape is {out.shape} and its strides are {out.strides}. Pass a "
-            "copy: out.copy()"
+            f"copy: {name}.copy()"
         )
 
 

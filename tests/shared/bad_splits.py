@@ -224,12 +224,13 @@ def bad_arrays() -> Iterator[Row]:
         call = lambda m, c, root=root: broadcast(m, c, root=root)  # noqa: E731
         yield Row(f"broadcast: root {shown(root)}", call, ("root is ", "Pass an int"))
     elsewhere = lambda c: (c.rank + 1) % N  # noqa: E731
+    words = ("array cannot be written: this ", "such as a copy in NumPy or CuPy, on every rank but the root")
     frozen = lambda m, c: c.broadcast(np.frombuffer(bytes(24), "f4"), elsewhere(c))  # noqa: E731
-    yield Row("broadcast: read-only", frozen, ("array cannot be written",), who=("one",), on="host")
+    yield Row("broadcast: read-only", frozen, words, who=("one",), on="host")
     frozen = lambda m, c: c.broadcast(read_only(mine(m, c)), elsewhere(c))  # noqa: E731
-    yield Row("broadcast: read-only", frozen, ("array cannot be written",), who=("one",), on="device")
+    yield Row("broadcast: read-only", frozen, words, who=("one",), on="device")
     frozen = lambda m, c: c.broadcast(strided(m, 0), elsewhere(c))  # noqa: E731
-    yield Row("broadcast: stride 0", frozen, ("elements of array share memory",), who=("one",))
+    yield Row("broadcast: stride 0", frozen, ("elements of array share memory", "array.copy()"), who=("one",))
 
 
 def differences() -> Iterator[Row]:

@@ -55,8 +55,8 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
         fault = _difference_before(page, call if fault is None else fault[0]) or fault
     if fault is None:
         return PeerTimeoutError(report(
-            page.rank, call, _positions(page, timeout), "Check whether a rank waits elsewhere (in a transfer, a lock, "
-            "another collective, or a decorator outside of eager_break), or raise timeout=.",
+            page.rank, call, _positions(page, timeout), "Check whether a rank waits elsewhere (in a transfer, a lock "
+            "or another collective; in graphs, in a decorator outside of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
     after = USE_AGAIN if page.loss() is None else ONLY_CLOSE
@@ -142,7 +142,8 @@ def _positions(page: Page, timeout: float) -> str:
     missed = page.missed()
     late = []
     for rank in sorted(missed & behind or missed or behind):
-        last = f"its last call was {calls[rank]}" + (f": {text}" if (text := describe(rank, calls[rank])) else "")
+        last = f"its last call was {calls[rank]}" if calls[rank] else "it has made no call yet"
+        last += f": {text}" if (text := describe(rank, calls[rank])) else ""
         own = "; it is this rank" if rank == page.rank else ""
         late.append(f"rank {rank} did not call within {timeout:g} s ({last}{own})")
     others: dict[str, list[int]] = {}

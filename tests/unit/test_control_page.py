@@ -346,8 +346,8 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     assert type(error) is PeerTimeoutError
     assert str(error) == (
         "rank 0, call 2: rank 1 did not call within 1.5 s (its last call was 1: sum of float32 (10,)). Ranks 0, 2 are "
-        "in call 2 (max of int64 (6,)). Check whether a rank waits elsewhere (in a transfer, a lock, another "
-        "collective, or a decorator outside of eager_break), or raise timeout=."
+        "in call 2 (max of int64 (6,)). Check whether a rank waits elsewhere (in a transfer, a lock or another "
+        "collective; in graphs, in a decorator outside of eager_break), or raise timeout=."
     )
 
 
@@ -355,7 +355,7 @@ def test_a_rank_that_never_called(pages: list[Page]):
     pages[0].calls.enter(1, SUM)
     miss(pages[0], 1, 2)
     text = str(faults.fault_error(pages[0], 1, 1.0))
-    late = "did not call within 1 s (its last call was 0)"
+    late = "did not call within 1 s (it has made no call yet)"
     assert f"rank 1 {late}, and rank 2 {late}. Rank 0 is in call 1 (" in text
 
 
@@ -376,7 +376,7 @@ def test_every_call_is_named_where_ranks_between_have_not_come():
     miss(ranks[0], 1)
     text = str(faults.fault_error(ranks[0], 1, 1.0))
     assert (
-        "rank 1 did not call within 1 s (its last call was 0). Rank 0 is in call 1 (sum of float32 (10,)). Rank 2"
+        "rank 1 did not call within 1 s (it has made no call yet). Rank 0 is in call 1 (sum of float32 (10,)). Rank 2"
         in text
     )
     assert f"Rank 2 is in call 1 ({other}). " in text

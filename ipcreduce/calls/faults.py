@@ -13,6 +13,7 @@ from ..texts import text_in, text_of
 ONLY_CLOSE = "The communicator can only be closed."
 MISSED = "it made no call after an error"  # a loss: the rank may well be alive
 USE_AGAIN = "The communicator can be used again."
+RECOVER = "recover()"  # begins the text of a rank that calls it, in place of an error's class
 _SAME = "Let the ranks make the same calls"
 _OR_SIZES = " or, if the parts differ in length, pass sizes=, the same on every rank"
 # An all-gather on some ranks: of its words it finds all but the shapes.
@@ -65,7 +66,10 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
         gathers = _GATHER.findall(text)
         uneven = len({*gathers}) == 1 and len(gathers) == text.count(" on rank")
         return RankMismatchError(report(page.rank, call, happened, f"{_SAME}{_OR_SIZES * uneven}. {after}"))
-    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} raised an error ({text})", after))
+    did = f"raised an error ({text})"
+    if text.startswith(RECOVER):
+        did, after = f"called {text}", f"Call {RECOVER} on this rank, too. " * (after == USE_AGAIN) + after
+    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} {did}", after))
 
 
 def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | None:

@@ -216,10 +216,13 @@ def test_a_refused_call(pages: list[Page]):
     )
 
 
-@pytest.mark.parametrize("kind", [control_page.REFUSED, control_page.MISMATCH])
-def test_a_fault_of_a_communicator_that_is_lost(pages: list[Page], kind: int):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(control_page.REFUSED, "why"), (control_page.REFUSED, "recover()"), (control_page.MISMATCH, "why")],
+)
+def test_a_fault_of_a_communicator_that_is_lost(pages: list[Page], kind: int, why: str):
     """Nobody says that it can be used again."""
-    pages[1].post_fault(kind, 4, "why")
+    pages[1].post_fault(kind, 4, why)
     calls = CallSequence(pages[0], 30.0, [])
     lost = calls.lose("it left", faults.fault_error(pages[0], 4, 30.0))
     told = faults.fault_error(pages[2], 4, 30.0)
@@ -228,6 +231,7 @@ def test_a_fault_of_a_communicator_that_is_lost(pages: list[Page], kind: int):
     for error in (lost, told, gone.value):
         assert str(error).endswith("The communicator can only be closed.")
         assert "used again" not in str(error)
+    assert "Call recover()" not in str(told)
 
 
 def test_a_mismatch(pages: list[Page]):

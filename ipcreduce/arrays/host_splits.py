@@ -13,7 +13,7 @@ from ..cuda import torch_runtime
 from ..dtypes import KINDS, op_name, reduced_as
 from ..errors import ArgumentError
 from . import views
-from .host_operands import Array, as_numpy
+from .host_operands import Array, as_numpy, view_of_out
 from .operands import check_writable
 from .splits import SplitCall, Splitting, is_simple, readable
 
@@ -93,11 +93,7 @@ class HostSplitArray:
         self.parts, self._copies = self._exchanged()
 
     def _output(self, out: Any) -> Array:
-        if views.is_device(out, "out") or isinstance(out, views.NUMBERS):
-            raise ArgumentError(
-                f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array as out"
-            )
-        target = as_numpy(readable(self.splitting.call, out)[0], "out")
+        target = view_of_out(readable(self.splitting.call, out)[0])
         self.splitting.check_output(target)
         check_writable(target, out)
         return target

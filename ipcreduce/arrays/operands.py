@@ -144,7 +144,7 @@ class DeviceOperands:
             if source is not array:
                 check_writable(out, out)
         else:
-            target, result = _out(device, source, out, stream, ordered), out
+            target, result = _out(source, out, site), out
         copied = not views.is_contiguous(source)
         copied = copied or (out is not None and target is not source and _overlap_in_part(source, target))
         destination = target
@@ -187,18 +187,24 @@ def new_result(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], site: S
     return target, torch_runtime.over(target, array) if is_tensor else target
 
 
-def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> Any:
-    """The CuPy array over ``out``: see :func:`views.view`. :raises ArgumentError: if it does not fit ``source``."""
+def _out(source: Any, out: Any, site: Site) -> Any:
+    """The CuPy array over ``out``. :raises ArgumentError: if it does not fit ``source``."""
+    target = view_of_out(out, site)
+    check_same_kind(source, target)
+    if target is not out:
+        check_writable(out, out)
+    return target
+
+
+def view_of_out(out: Any, site: Site) -> Any:
+    """The CuPy array over ``out``: see :func:`views.view`. :raises ArgumentError: if it is not on the call's GPU."""
     if not views.is_device(out, "out"):
         raise ArgumentError(
             f"array lies on the GPU, but out is {kind_of(out)} on the host. Pass an array on the same GPU "
             "as out, or leave out= away for a new array"
         )
-    target = views.view(out, stream, ordered)
-    check_same_kind(source, target)
-    check_device(device, target, "out")
-    if target is not out:
-        check_writable(out, out)
+    target = views.view(out, site.stream, not site.recorded)
+    check_device(site.device, target, "out")
     return target
 
 

@@ -118,7 +118,7 @@ def bad_outputs() -> Iterator[Row]:
     yield from outs("read-only", frozen, "cannot be written", on="device")
     yield from outs("on the GPU", lambda m, length: OnDevice(), "lies on the host, but out is a OnDevice", on="host")
     yield from outs(
-        "on the host", lambda m, length: np.zeros(length, "f4"), "array lies on the GPU, but out is a ndarray",
+        "on the host", lambda m, length: np.zeros(length, "f4"), "array lies on the GPU, but out is an ndarray",
         on="device",
     )  # fmt: skip
     words = ("elements of out share memory",)

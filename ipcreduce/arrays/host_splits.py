@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -38,6 +38,13 @@ class SplitParts(NamedTuple):
         parts = [flat[:0]] * n
         parts[root] = flat
         return cls(BROADCAST, "", root, [parts[rank]], parts)
+
+    @classmethod
+    def at(cls, places: Iterable[Any], collective: Collective, op: str, source: Array, target: Array) -> SplitParts:
+        """Those of another collective: the index of each rank's part in the whole array is among ``places``."""
+        if collective.gathers:
+            return cls(collective, op, None, [source], [target[place] for place in places])
+        return cls(collective, op, None, [source[place] for place in places], [target])
 
 
 class HostSplit:
@@ -105,14 +112,10 @@ class HostSplitArray:
             flat = self._flat(self.source)
             parts = SplitParts.of_root(flat, split.root, call.rank, call.n)
             return parts, [] if call.rank == split.root else [(self.target, flat)]
-        sources, targets = [self.source], [self.target]
-        if call.collective.gathers:
-            targets = [self.target[place] for place in self.splitting.places]
-        else:
-            sources = [self.source[place] for place in self.splitting.places]
-        rooms = [self._flat(one if one.flags.c_contiguous else np.empty(one.shape, one.dtype)) for one in targets]
-        parts = SplitParts(call.collective, self.op, None, [*map(self._flat, sources)], rooms)
-        return parts, [*zip(targets, rooms, strict=True)]
+        parts = SplitParts.at(self.splitting.places, call.collective, self.op, self.source, self.target)
+        rooms = [self._flat(one if one.flags.c_contiguous else np.empty(one.shape, one.dtype)) for one in parts.targets]
+        copies = [*zip(parts.targets, rooms, strict=True)]
+        return parts._replace(sources=[*map(self._flat, parts.sources)], targets=rooms), copies
 
     def _flat(self, array: Array) -> Array:
         """The elements in the same memory, if they are contiguous there; else a copy."""
@@ -166,8 +169,4 @@ class CachedSplit:
         ):  # fmt: skip
             return None
         target = out.reshape(-1).view(self._reduced)
-        if self._collective.gathers:
-            sources, targets = [flat], [target[place] for place in self._places]
-        else:
-            sources, targets = [flat[place] for place in self._places], [target]
-        return SplitParts(self._collective, self._op, None, sources, targets), out
+        return SplitParts.at(self._places, self._collective, self._op, flat, target), out

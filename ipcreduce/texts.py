@@ -24,7 +24,7 @@ def text_of(thing: Any) -> str:
     try:
         return printable(str(thing))
     except Exception as error:
-        return f"a {type(thing).__name__} without a text: its __str__ raised {type(error).__name__}"
+        return f"{kind_of(thing)} without a text: its __str__ raised {type(error).__name__}"
 
 
 def shown(value: Any) -> str:

@@ -65,11 +65,7 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   sync_block();
   if (thread_in_block() == 0) {
     fence_acq_rel_sys();
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      if (!wait_abandoned(args))
-        store_packet_relaxed_sys(
-            args.peers[i] + flags + row_offset_at_peer(i, flag_row) + kPacketBytes * block_in_grid(), {{0, 0, 0, 0}});
+    send_flags(args, flags, flag_row, block_in_grid(), !wait_abandoned(args));
     wait_for_flags(args, own_workspace + flags, flag_row, block_in_grid(), alive);
     fence_acq_rel_sys();
   }

@@ -13,7 +13,7 @@ from ..cuda import torch_runtime
 from ..dtypes import op_name
 from ..errors import ArgumentError, naming_member
 from . import views
-from .operands import PreparedCall, Site, Written, check_device, check_writable, new_result
+from .operands import PreparedCall, Site, Written, check_device, check_writable, new_result, view_of_out
 from .splits import SplitCall, Splitting, readable
 
 
@@ -89,13 +89,7 @@ class _Array:
         self.destination = self.target
 
     def _output(self, out: Any) -> Any:
-        site, (given, _) = self._site, readable(self.splitting.call, out)
-        if not views.is_device(given, "out"):
-            raise ArgumentError(
-                f"array lies on the GPU, but out is a {type(out).__qualname__}. Pass an array on the same GPU as out"
-            )
-        target = views.view(given, site.stream, not site.recorded)
-        check_device(site.device, target, "out")
+        target = view_of_out(readable(self.splitting.call, out)[0], self._site)
         self.splitting.check_output(target)
         check_writable(out, out)
         return target

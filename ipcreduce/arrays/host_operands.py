@@ -136,14 +136,19 @@ def _target(array: Any, source: Array, out: Any) -> Array:
             f"the result of a number is a number, which cannot go into out, {kind_of(out)}. Leave out= "
             "away, or pass array as an array without dimensions: numpy.asarray(it)"
         )
+    target = view_of_out(out)
+    check_same_kind(source, target)
+    return target
+
+
+def view_of_out(out: Any) -> Array:
+    """The NumPy array over ``out``. :raises ArgumentError: if it lies on a GPU, or is a number."""
     if views.is_device(out, "out") or isinstance(out, views.NUMBERS):
         raise ArgumentError(
             f"array lies on the host, but out is {kind_of(out)}. Pass a NumPy array or a CPU tensor as "
             "out, or leave out= away for a new array"
         )
-    target = as_numpy(out, "out")
-    check_same_kind(source, target)
-    return target
+    return as_numpy(out, "out")
 
 
 def _parts(array: Array, dtype: str) -> Array:

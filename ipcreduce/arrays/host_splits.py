@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ..cuda import torch_runtime
 from ..dtypes import KINDS, op_name, reduced_as
 from ..errors import ArgumentError
 from . import views
-from .host_operands import Array, as_numpy
+from .host_operands import Array, as_numpy, view_of_out
 from .operands import check_writable
 from .splits import SplitCall, Splitting, is_simple, readable
 
@@ -38,6 +38,13 @@ class SplitParts(NamedTuple):
         parts = [flat[:0]] * n
         parts[root] = flat
         return cls(BROADCAST, "", root, [parts[rank]], parts)
+
+    @classmethod
+    def at(cls, places: Iterable[Any], collective: Collective, op: str, source: Array, target: Array) -> SplitParts:
+        """Those of another collective: the index of each rank's part in the whole array is among ``places``."""
+        if collective.gathers:
+            return cls(collective, op, None, [source], [target[place] for place in places])
+        return cls(collective, op, None, [source[place] for place in places], [target])
 
 
 class HostSplit:
@@ -93,11 +100,7 @@ class HostSplitArray:
         self.parts, self._copies = self._exchanged()
 
     def _output(self, out: Any) -> Array:
-        if views.is_device(out, "out") or isinstance(out, views.NUMBERS):
-            raise ArgumentError(
-                f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array as out"
-            )
-        target = as_numpy(readable(self.splitting.call, out)[0], "out")
+        target = view_of_out(readable(self.splitting.call, out)[0])
         self.splitting.check_output(target)
         check_writable(target, out)
         return target
@@ -109,14 +112,10 @@ class HostSplitArray:
             flat = self._flat(self.source)
             parts = SplitParts.of_root(flat, split.root, call.rank, call.n)
             return parts, [] if call.rank == split.root else [(self.target, flat)]
-        sources, targets = [self.source], [self.target]
-        if call.collective.gathers:
-            targets = [self.target[place] for place in self.splitting.places]
-        else:
-            sources = [self.source[place] for place in self.splitting.places]
-        rooms = [self._flat(one if one.flags.c_contiguous else np.empty(one.shape, one.dtype)) for one in targets]
-        parts = SplitParts(call.collective, self.op, None, [*map(self._flat, sources)], rooms)
-        return parts, [*zip(targets, rooms, strict=True)]
+        parts = SplitParts.at(self.splitting.places, call.collective, self.op, self.source, self.target)
+        rooms = [self._flat(one if one.flags.c_contiguous else np.empty(one.shape, one.dtype)) for one in parts.targets]
+        copies = [*zip(parts.targets, rooms, strict=True)]
+        return parts._replace(sources=[*map(self._flat, parts.sources)], targets=rooms), copies
 
     def _flat(self, array: Array) -> Array:
         """The elements in the same memory, if they are contiguous there; else a copy."""
@@ -170,8 +169,4 @@ class CachedSplit:
         ):  # fmt: skip
             return None
         target = out.reshape(-1).view(self._reduced)
-        if self._collective.gathers:
-            sources, targets = [flat], [target[place] for place in self._places]
-        else:
-            sources, targets = [flat[place] for place in self._places], [target]
-        return SplitParts(self._collective, self._op, None, sources, targets), out
+        return SplitParts.at(self._places, self._collective, self._op, flat, target), out

@@ -130,7 +130,11 @@ def check_call(array: Any, out: Any, then: Any) -> None:
 def _check_dtype(kind: str) -> None:
     """:raises ArgumentError: for an array that is reduced as one of another dtype."""
     if kind in VIEWS:
-        raise ArgumentError(f"then= takes arrays of numbers, and the array's dtype is {kind}. Pass array.view(...)")
+        numbers, ops = VIEWS[kind][0], ', with op "max" for "any" and "min" for "all"' * (kind == "bool")
+        raise ArgumentError(
+            f'then= takes arrays of numbers, and the array\'s dtype is {kind}. Pass array.view("{numbers}"), or '
+            f"tensor.view(torch.{numbers}){ops}"
+        )
 
 
 def _extent(name: str, shape: tuple[int, ...], of: tuple[int, ...]) -> str:

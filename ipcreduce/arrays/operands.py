@@ -144,7 +144,7 @@ class DeviceOperands:
             if source is not array:
                 check_writable(out, out)
         else:
-            target, result = _out(device, source, out, stream, ordered), out
+            target, result = _out(source, out, site), out
         copied = not views.is_contiguous(source)
         copied = copied or (out is not None and target is not source and _overlap_in_part(source, target))
         destination = target
@@ -187,18 +187,24 @@ def new_result(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], site: S
     return target, torch_runtime.over(target, array) if is_tensor else target
 
 
-def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> Any:
-    """The CuPy array over ``out``: see :func:`views.view`. :raises ArgumentError: if it does not fit ``source``."""
+def _out(source: Any, out: Any, site: Site) -> Any:
+    """The CuPy array over ``out``. :raises ArgumentError: if it does not fit ``source``."""
+    target = view_of_out(out, site)
+    check_same_kind(source, target)
+    if target is not out:
+        check_writable(out, out)
+    return target
+
+
+def view_of_out(out: Any, site: Site) -> Any:
+    """The CuPy array over ``out``: see :func:`views.view`. :raises ArgumentError: if it is not on the call's GPU."""
     if not views.is_device(out, "out"):
         raise ArgumentError(
             f"array lies on the GPU, but out is {kind_of(out)} on the host. Pass an array on the same GPU "
             "as out, or leave out= away for a new array"
         )
-    target = views.view(out, stream, ordered)
-    check_same_kind(source, target)
-    check_device(device, target, "out")
-    if target is not out:
-        check_writable(out, out)
+    target = views.view(out, site.stream, not site.recorded)
+    check_device(site.device, target, "out")
     return target
 
 
@@ -215,15 +221,16 @@ def check_writable(target: Any, out: Any, name: str = "out") -> None:
     """Look for a mark of read-only memory. :raises ArgumentError: if the owner of ``out``'s memory forbids writing.
 
     :param target: the array over the memory of ``out``.
-    :param name: the argument's.
+    :param name: the argument's; "array" of a broadcast.
     """
     if views.is_readonly(target):
         why = "this array is read-only"
         if not isinstance(out, np.ndarray):
             why = f"this {type(out).__qualname__} is read-only, or does not say by DLPack 1.0 that it may be written"
-        raise ArgumentError(
-            f"{name} cannot be written: {why}. Pass a copy in NumPy or CuPy, or leave {name}= away for a new array"
-        )
+        remedy = f"Pass a copy in NumPy or CuPy, or leave {name}= away for a new array"
+        if name == "array":
+            remedy = "Pass one that can be written, such as a copy in NumPy or CuPy, on every rank but the root"
+        raise ArgumentError(f"{name} cannot be written: {why}. {remedy}")
 
 
 def check_own_elements(out: Any, name: str = "out") -> None:
@@ -231,7 +238,7 @@ def check_own_elements(out: Any, name: str = "out") -> None:
     if views.has_shared_elements(out):
         raise ArgumentError(
             f"elements of {name} share memory: its shape is {out.shape} and its strides are {out.strides}. Pass a "
-            "copy: out.copy()"
+            f"copy: {name}.copy()"
         )
 
 

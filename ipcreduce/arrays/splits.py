@@ -187,7 +187,8 @@ class Splitting(NamedTuple):
         :raises ArgumentError: if it cannot be reduced so.
         """
         if not self.call.collective.reduces:
-            return "", Moved(self.whole, self.dtype or str(self.source.dtype), self.source.itemsize)
+            part = self.part if self.split.sizes is None else None
+            return "", Moved(self.whole, self.dtype or str(self.source.dtype), self.source.itemsize, part)
         op = op_name(self.call.op, self.source.dtype)
         return op, Member(self.whole, kind_name(self.source.dtype, op))
 

@@ -121,7 +121,7 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
     :param what: the argument's name, for messages.
     :raises ArgumentError: if the array's library gives no view, or NumPy does not have the dtype.
     """
-    kind, bfloat16 = type(array).__qualname__, "bfloat16" in _dtype_text(array)
+    bfloat16 = "bfloat16" in _dtype_text(array)
     try:
         if torch_runtime.is_tensor(array):
             view = array_protocols.host_view(torch_runtime.detached(array))
@@ -130,19 +130,19 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
     except Exception as error:  # each library raises errors of its own
         if bfloat16:
             raise ArgumentError(
-                f"{what} is a {kind} of bfloat16 on the host, which NumPy does not take by DLPack. Pass NumPy's view "
-                "of it, with dtype ml_dtypes.bfloat16"
+                f"{what} is {kind_of(array)} of bfloat16 on the host, which NumPy does not take by DLPack. Pass "
+                "NumPy's view of it, with dtype ml_dtypes.bfloat16"
             ) from error
         raise ArgumentError(_refused(array, error, what)) from error
 
 
 def _refused(array: Any, error: object, what: str = "array") -> str:
-    kind, dtype = type_name(array), _dtype_text(array)
+    dtype = _dtype_text(array)
     name = dtype.rpartition(".")[2]  # PyTorch's dtypes begin with "torch."
     if name and name not in KIND_NAMES:
         allowed = ", ".join(KIND_NAMES)
         remedy = advice.for_dtype_named(name)
-        return f"a {kind} of {dtype} cannot be reduced. The dtypes are {allowed}. {remedy}"
+        return f"{kind_of(array)} of {dtype} cannot be reduced. The dtypes are {allowed}. {remedy}"
     reason = text_of(error).rstrip(".")
     with suppress(Exception):
         if array.is_deleted():  # one of JAX, whose own text is about a NoneType

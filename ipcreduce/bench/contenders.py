@@ -92,7 +92,7 @@ class Ours(Contender):
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
         backend = session_of(self._comm).require_backend("bench")
         if self._of is not ALLREDUCE:
-            return parts.KERNELS[self._of.what] if backend.name == "ipc" else backend.name
+            return parts.KERNELS[self._of.what][0] if backend.name == "ipc" else backend.name
         arrays = source if isinstance(source, list) else [source]
         members = tuple(Member(array.shape, kind_name(array.dtype, "sum")) for array in arrays)
         return backend.prepare(Request("sum", members, is_list=isinstance(source, list))).kernels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..logs import WARNING, log
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
@@ -11,6 +13,11 @@ from ..texts import text_in, text_of
 ONLY_CLOSE = "The communicator can only be closed."
 MISSED = "it made no call after an error"  # a loss: the rank may well be alive
 USE_AGAIN = "The communicator can be used again."
+RECOVER = "recover()"  # begins the text of a rank that calls it, in place of an error's class
+_SAME = "Let the ranks make the same calls"
+_OR_SIZES = " or, if the parts differ in length, pass sizes=, the same on every rank"
+# An all-gather on some ranks: of its words it finds all but the shapes.
+_GATHER = re.compile(r"all-gather of (.+?)(?: \([\d, ]*\))?(, axis \d+, no sizes=[\w ]*?)(?::.*?)? on rank")
 _GO_ON = (
     "Do not use what this rank has reduced since then. Graphs captured by other libraries work again once every rank "
     "has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. With backend nccl, "
@@ -49,15 +56,20 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
         fault = _difference_before(page, call if fault is None else fault[0]) or fault
     if fault is None:
         return PeerTimeoutError(report(
-            page.rank, call, _positions(page, timeout), "Check whether a rank waits elsewhere (in a transfer, a lock, "
-            "another collective, or a decorator outside of eager_break), or raise timeout=.",
+            page.rank, call, _positions(page, timeout), "Check whether a rank waits elsewhere (in a transfer, a lock "
+            "or another collective; in graphs, in a decorator outside of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
     after = USE_AGAIN if page.loss() is None else ONLY_CLOSE
     if kind == MISMATCH:
         happened = f"call {where} is not the same on every rank: {text}"
-        return RankMismatchError(report(page.rank, call, happened, f"Let the ranks make the same calls. {after}"))
-    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} raised an error ({text})", after))
+        gathers = _GATHER.findall(text)
+        uneven = len({*gathers}) == 1 and len(gathers) == text.count(" on rank")
+        return RankMismatchError(report(page.rank, call, happened, f"{_SAME}{_OR_SIZES * uneven}. {after}"))
+    did = f"raised an error ({text})"
+    if text.startswith(RECOVER):
+        did, after = f"called {text}", f"Call {RECOVER} on this rank, too. " * (after == USE_AGAIN) + after
+    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} {did}", after))
 
 
 def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | None:
@@ -134,7 +146,8 @@ def _positions(page: Page, timeout: float) -> str:
     missed = page.missed()
     late = []
     for rank in sorted(missed & behind or missed or behind):
-        last = f"its last call was {calls[rank]}" + (f": {text}" if (text := describe(rank, calls[rank])) else "")
+        last = f"its last call was {calls[rank]}" if calls[rank] else "it has made no call yet"
+        last += f": {text}" if (text := describe(rank, calls[rank])) else ""
         own = "; it is this rank" if rank == page.rank else ""
         late.append(f"rank {rank} did not call within {timeout:g} s ({last}{own})")
     others: dict[str, list[int]] = {}

@@ -85,11 +85,15 @@ class NormShape:
 
 
 class Moved(NamedTuple):
-    """An array whose bytes are moved and not reduced, so that its dtype may be any. See :class:`Member`."""
+    """An array whose bytes are moved and not reduced, so that its dtype may be any. See :class:`Member`.
+
+    :ivar part: the shape of every rank's part, which messages show in place of ``shape``; None if the parts may differ.
+    """
 
     shape: tuple[int, ...]
     kind: str
     itemsize: int
+    part: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -211,7 +215,7 @@ class Request(NamedTuple):
 def _in_words(request: Request) -> Fingerprint:
     where = "" if request.sms is None else f" by {request.sms} blocks"
     where += " on the host" if request.on_host else ""
-    doing, every = request.op, [f"{one.kind} {one.shape}" for one in request.members]
+    doing, every = request.op, [f"{one.kind} {getattr(one, 'part', None) or one.shape}" for one in request.members]
     if request.split is not None:
         doing, where = request.split.collective.name + (f" by {doing}" if doing else ""), f"{request.split}{where}"
     if request.is_list:

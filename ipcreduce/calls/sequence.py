@@ -297,7 +297,7 @@ class CallSequence:
             fault = page.fault() if page.aborted else None
             if not page.aborted or (fault is not None and fault[0] > self.number):  # nothing ends the peers' waits
                 cause = sys.exc_info()[1]
-                text = "recover()" if cause is None else f"recover() after {described(cause)}"
+                text = faults.RECOVER + ("" if cause is None else f" after {described(cause)}")
                 self._post(control_page.REFUSED, text, raised=True)
             elif not self.raised:
                 error = faults.fault_error(page, self.number, self.timeout)

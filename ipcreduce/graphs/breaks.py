@@ -13,6 +13,7 @@ import numpy as np
 from ..arrays import views
 from ..cuda import array_protocols, cupy_runtime, current_streams, torch_runtime
 from ..errors import ArgumentError, CaptureError
+from ..texts import kind_of
 from ..types import Stream
 from .nests import objects, rebuilt
 from .pool import GraphPool
@@ -161,7 +162,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _cannot_return(name: str, result: Any, array: str) -> CaptureError:
     return CaptureError(
-        f"the break {name} returned a {type(result).__qualname__}. It may return {array}, a scalar or None. Let it "
+        f"the break {name} returned {kind_of(result)}. It may return {array}, a scalar or None. Let it "
         "write other results into arrays that it receives"
     )
 

@@ -151,7 +151,7 @@ class Launches:
         for dtype, kind, rows in parts.together(request, n):
             base = self._arguments(plan.code_offset(kind, f"{collective} {request.op}".strip()))
             tiles = self._tiles(rows, request)
-            name = f"{plan.BULK}_{parts.KERNELS[collective]}" if tiles else parts.KERNELS[collective]
+            name = parts.KERNELS[collective][bool(tiles)]
             if tiles:
                 base[OUT], base[arguments.OUTS : arguments.OUTS + n] = tiles.round_tiles, self._workspace.areas
             planned = parts.make_plan(

@@ -23,7 +23,8 @@ from ..dtypes import reduced_as
 from . import lists
 from .plan import BYTES, PACKET_BYTES
 
-KERNELS = {"all-gather": "gather", "broadcast": "gather", "reduce-scatter": "scatter"}
+_GATHER = "gather", "bulk_gather"
+KERNELS = {"all-gather": _GATHER, "broadcast": _GATHER, "reduce-scatter": ("scatter", "bulk_scatter")}  # [has tiles]
 _PART, _WHOLE, _PITCH, _OFFSETS, _WIDTHS, _FIRST = 0, 1, 2, 3, 11, 15  # words of struct Member
 MEMBER_WORDS, TABLE_WORDS = 19, 4  # of struct Member; of struct PartsTable before the members
 # The most arrays of a launch: one has a kernel of its own, and then as many as fit into 4 KB and 32,764 bytes.

@@ -217,8 +217,9 @@ def returned(comm: Any) -> None:
         length[0] = 80
         graph.replay()
         right(result, TOTAL * 3 + 1)
-    for value in ([1], {"a": 1}, (source,), np.ones(3), object()):
-        with raises(CaptureError, "returned a " + type(value).__qualname__, "<lambda>"), Graph(comm).record():
+    kinds = "a list", "a dict", "a tuple", "an ndarray", "an object"
+    for value, kind in zip(([1], {"a": 1}, (source,), np.ones(3), object()), kinds, strict=True):
+        with raises(CaptureError, f"returned {kind}. ", "<lambda>"), Graph(comm).record():
             comm.allreduce(source)
             eager_break(lambda value=value: value)()
         works(comm)

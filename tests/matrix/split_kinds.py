@@ -73,15 +73,15 @@ _FURTHER = ((12, 7), np.uint8), ((12, 3, 2), np.float16)
 
 @dataclass(frozen=True)
 class AllGather(_Split):
-    """An all-gather of one array."""
+    """An all-gather of one array. Errors show the shape of a part, whose length depends on the number of ranks."""
 
     name = "all-gather"
-    words = "all-gather of float32 (12, 120), axis 0, no sizes="
+    words = ", 120), axis 0, no sizes="
     variants: ClassVar = (
-        ({"axis": 1}, "all-gather of float32 (12, 120), axis 1, no sizes="),
+        ({"axis": 1}, "all-gather of float32 (12, "),
         ({"uneven": True}, "all-gather of float32 (12, 120), axis 0, sizes=["),
-        ({"dtype": np.int32}, "all-gather of int32 (12, 120)"), ({"dtype": np.bool_}, "all-gather of bool (12, 120)"),
-        ({"whole": (24, 60)}, "all-gather of float32 (24, 60)"), ({"sms": 3}, " by 3 blocks"),
+        ({"dtype": np.int32}, "all-gather of int32 ("), ({"dtype": np.bool_}, "all-gather of bool ("),
+        ({"whole": (24, 60)}, ", 60), axis 0, no sizes="), ({"sms": 3}, " by 3 blocks"),
         ({"further": _FURTHER}, "all-gather of 3 arrays, axis 0, no sizes="),
     )  # fmt: skip
 
@@ -107,9 +107,9 @@ class AllGatherByFewBlocks(AllGather):
     """A long all-gather with a limit of blocks."""
 
     name = "all-gather by few blocks"
-    words = f"all-gather of float32 {_LONG}, axis 0, no sizes= by 3 blocks"
+    words = ", 1000), axis 0, no sizes= by 3 blocks"
     variants: ClassVar = (
-        ({"sms": 4}, " by 4 blocks"), ({"sms": None}, f"all-gather of float32 {_LONG}, axis 0, no sizes="),
+        ({"sms": 4}, " by 4 blocks"), ({"sms": None}, ", 1000), axis 0, no sizes= on "),
         ({"uneven": True}, " by 3 blocks"),
     )  # fmt: skip
     whole: tuple[int, ...] = _LONG
@@ -198,7 +198,7 @@ class AllGathers(AllGather):
     variants: ClassVar = (
         ({"axis": 1}, "all-gather of 3 arrays, axis 1"), ({"uneven": True}, "all-gather of 3 arrays, axis 0, sizes=["),
         ({"further": _FURTHER[:1]}, "all-gather of 2 arrays"), ({"further": _FURTHER[::-1]}, "all-gather of 3 arrays"),
-        ({"further": None}, "all-gather of float32 (12, 120)"), ({"sms": 3}, " by 3 blocks"),
+        ({"further": None}, "all-gather of float32 ("), ({"sms": 3}, " by 3 blocks"),
     )  # fmt: skip
     further: tuple[tuple[tuple[int, ...], Any], ...] | None = _FURTHER
 

@@ -231,7 +231,7 @@ def results_of_breaks() -> None:
                 assert full(wrong) is wrong  # a full graph has no breaks
             with ipcreduce.forward_context("a"):
                 assert GraphRunner(give, comm, record_new=False)(wrong) is wrong
-                words = f"returned a {type(wrong).__name__}. It may return an array, a scalar or None."
+                words = f"returned {texts.kind_of(wrong)}. It may return an array, a scalar or None."
                 raises(CaptureError, words, lambda wrong=wrong: runner(wrong))
         for fine in (np.ones(2), np.float32(1), None, True, 7, 1.5, "x"):
             with ipcreduce.forward_context("a"):

@@ -118,7 +118,7 @@ def bad_outputs() -> Iterator[Row]:
     yield from outs("read-only", frozen, "cannot be written", on="device")
     yield from outs("on the GPU", lambda m, length: OnDevice(), "lies on the host, but out is a OnDevice", on="host")
     yield from outs(
-        "on the host", lambda m, length: np.zeros(length, "f4"), "array lies on the GPU, but out is a ndarray",
+        "on the host", lambda m, length: np.zeros(length, "f4"), "array lies on the GPU, but out is an ndarray",
         on="device",
     )  # fmt: skip
     words = ("elements of out share memory",)
@@ -224,12 +224,13 @@ def bad_arrays() -> Iterator[Row]:
         call = lambda m, c, root=root: broadcast(m, c, root=root)  # noqa: E731
         yield Row(f"broadcast: root {shown(root)}", call, ("root is ", "Pass an int"))
     elsewhere = lambda c: (c.rank + 1) % N  # noqa: E731
+    words = ("array cannot be written: this ", "such as a copy in NumPy or CuPy, on every rank but the root")
     frozen = lambda m, c: c.broadcast(np.frombuffer(bytes(24), "f4"), elsewhere(c))  # noqa: E731
-    yield Row("broadcast: read-only", frozen, ("array cannot be written",), who=("one",), on="host")
+    yield Row("broadcast: read-only", frozen, words, who=("one",), on="host")
     frozen = lambda m, c: c.broadcast(read_only(mine(m, c)), elsewhere(c))  # noqa: E731
-    yield Row("broadcast: read-only", frozen, ("array cannot be written",), who=("one",), on="device")
+    yield Row("broadcast: read-only", frozen, words, who=("one",), on="device")
     frozen = lambda m, c: c.broadcast(strided(m, 0), elsewhere(c))  # noqa: E731
-    yield Row("broadcast: stride 0", frozen, ("elements of array share memory",), who=("one",))
+    yield Row("broadcast: stride 0", frozen, ("elements of array share memory", "array.copy()"), who=("one",))
 
 
 def differences() -> Iterator[Row]:
@@ -237,14 +238,14 @@ def differences() -> Iterator[Row]:
         error = RankMismatchError
         return Row(f"split call of {words[-1]} on one rank", call, words, error, error, ("one",), right)
 
-    theirs = f"all-gather of float32 ({6 * N},), axis 0, no sizes="
-    yield differs(gather, lambda m, c: gather(m, c, 7), theirs, f"({7 * N},), axis 0, no sizes=")
-    yield differs(gather, lambda m, c: gather(m, c, (6, 1)), theirs, f"({6 * N}, 1), axis 0")
+    theirs, advice = "all-gather of float32 (6,), axis 0, no sizes=", "if the parts differ in length, pass sizes="
+    yield differs(gather, lambda m, c: gather(m, c, 7), theirs, advice, "(7,), axis 0, no sizes=")
+    yield differs(gather, lambda m, c: gather(m, c, (6, 1)), theirs, "(6, 1), axis 0")
     sizes = [6] * N
     yield differs(gather, lambda m, c: gather(m, c, sizes=sizes), theirs, f"({6 * N},), axis 0, sizes={sizes}")
     yield differs(
         lambda m, c: gather(m, c, (6, 6)), lambda m, c: gather(m, c, (6, 6), axis=-1),
-        f"({6 * N}, 6), axis 0", f"(6, {6 * N}), axis 1",
+        "(6, 6), axis 0", "(6, 6), axis 1",
     )  # fmt: skip
     yield differs(gather, lambda m, c: c.allgather(mine(m, c, 6, np.int32)), theirs, "all-gather of int32 (")
     yield differs(gather, lambda m, c: c.allgather([mine(m, c)]), theirs, "all-gather of 1 arrays, axis 0")

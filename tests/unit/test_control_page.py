@@ -216,10 +216,13 @@ def test_a_refused_call(pages: list[Page]):
     )
 
 
-@pytest.mark.parametrize("kind", [control_page.REFUSED, control_page.MISMATCH])
-def test_a_fault_of_a_communicator_that_is_lost(pages: list[Page], kind: int):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(control_page.REFUSED, "why"), (control_page.REFUSED, "recover()"), (control_page.MISMATCH, "why")],
+)
+def test_a_fault_of_a_communicator_that_is_lost(pages: list[Page], kind: int, why: str):
     """Nobody says that it can be used again."""
-    pages[1].post_fault(kind, 4, "why")
+    pages[1].post_fault(kind, 4, why)
     calls = CallSequence(pages[0], 30.0, [])
     lost = calls.lose("it left", faults.fault_error(pages[0], 4, 30.0))
     told = faults.fault_error(pages[2], 4, 30.0)
@@ -228,6 +231,7 @@ def test_a_fault_of_a_communicator_that_is_lost(pages: list[Page], kind: int):
     for error in (lost, told, gone.value):
         assert str(error).endswith("The communicator can only be closed.")
         assert "used again" not in str(error)
+    assert "Call recover()" not in str(told)
 
 
 def test_a_mismatch(pages: list[Page]):
@@ -238,6 +242,36 @@ def test_a_mismatch(pages: list[Page]):
         "rank 1, call 7: call 7 is not the same on every rank: sum of int8 (3,) on rank 0 and sum of int8 (4,) on "
         "rank 1. Let the ranks make the same calls. The communicator can be used again."
     )
+
+
+def gathered(shape: str, *, of: str = "all-gather of int64 ", sizes: str = "no sizes=", after: str = "") -> str:
+    return f"{of}{shape}, axis 0, {sizes}{after}"
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        (gathered("(3, 3)"), True),
+        (gathered("(3, 3)", after=" by 3 blocks"), False),
+        (gathered("(2, 3)", of="all-gather of int32 "), False),
+        (gathered("(5, 3)", sizes="sizes=[2, 3]"), False),
+        (gathered("(4, 3)", of="reduce-scatter by sum of int64 "), False),
+        (f"sum of int8 (3,) on rank 1 and {gathered('(3, 3)')}", False),
+    ],
+)
+def test_a_mismatch_of_parts_names_sizes(pages: list[Page], others: str, named: bool):
+    pages[0].post_fault(control_page.MISMATCH, 7, f"{others} on rank 0 and {gathered('(2, 3)')} on ranks 1 and 2")
+    text = str(faults.fault_error(pages[1], 7, 30.0))
+    assert ("same calls or, if the parts differ in length, pass sizes=, the same on every rank. The" in text) == named
+    assert ("same calls. The" in text) != named
+
+
+def test_a_mismatch_of_lists_of_parts_names_sizes(pages: list[Page]):
+    first, other = (
+        f"all-gather of 1 arrays, axis 0, no sizes= on the host: int64 ({n}, 3) on rank {n}" for n in (0, 1)
+    )
+    pages[0].post_fault(control_page.MISMATCH, 7, f"{first} and {other}")
+    assert "pass sizes=, the same on every rank" in str(faults.fault_error(pages[1], 7, 30.0))
 
 
 def miss(page: Page, *ranks: int) -> None:
@@ -316,8 +350,8 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     assert type(error) is PeerTimeoutError
     assert str(error) == (
         "rank 0, call 2: rank 1 did not call within 1.5 s (its last call was 1: sum of float32 (10,)). Ranks 0, 2 are "
-        "in call 2 (max of int64 (6,)). Check whether a rank waits elsewhere (in a transfer, a lock, another "
-        "collective, or a decorator outside of eager_break), or raise timeout=."
+        "in call 2 (max of int64 (6,)). Check whether a rank waits elsewhere (in a transfer, a lock or another "
+        "collective; in graphs, in a decorator outside of eager_break), or raise timeout=."
     )
 
 
@@ -325,7 +359,7 @@ def test_a_rank_that_never_called(pages: list[Page]):
     pages[0].calls.enter(1, SUM)
     miss(pages[0], 1, 2)
     text = str(faults.fault_error(pages[0], 1, 1.0))
-    late = "did not call within 1 s (its last call was 0)"
+    late = "did not call within 1 s (it has made no call yet)"
     assert f"rank 1 {late}, and rank 2 {late}. Rank 0 is in call 1 (" in text
 
 
@@ -346,7 +380,7 @@ def test_every_call_is_named_where_ranks_between_have_not_come():
     miss(ranks[0], 1)
     text = str(faults.fault_error(ranks[0], 1, 1.0))
     assert (
-        "rank 1 did not call within 1 s (its last call was 0). Rank 0 is in call 1 (sum of float32 (10,)). Rank 2"
+        "rank 1 did not call within 1 s (it has made no call yet). Rank 0 is in call 1 (sum of float32 (10,)). Rank 2"
         in text
     )
     assert f"Rank 2 is in call 1 ({other}). " in text

@@ -102,7 +102,7 @@ def test_tensors_without_memory(monkeypatch: pytest.MonkeyPatch):
 
     ones, zero = torch.ones(6), torch._efficientzerotensor((12,))
     for wrong, words in (
-        (Wrapper(ones), r"Wrapper, which overrides __torch_dispatch__ .*\. Use torch\.ops\.ipcreduce\.all_reduce"),
+        (Wrapper(ones), r"Wrapper, which overrides __torch_dispatch__ .*in torch\.ops\.ipcreduce, such as all_reduce"),
         (Local(ones), r"Local, which overrides __torch_dispatch__ .*\. Pass tensor\.to_local\(\)"),
         (FakeTensorMode().from_tensor(ones), "FakeTensor, which overrides"),
         (zero[:6], r"knows to be zero, .*\. Pass tensor\.clone\(\)"), (zero[6:], "knows to be zero"),

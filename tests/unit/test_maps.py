@@ -166,8 +166,11 @@ def test_the_host_has_the_same_description():
     assert found == Expression("v * s + a", (NUMBER, Operand("a", "float16", "row")))
     with pytest.raises(UnsupportedError, match="host="):
         host_map(Map("v"), np.ones(3))
-    with pytest.raises(ArgumentError, match="dtype is complex64"):
+    words = r'dtype is complex64\. Pass array\.view\("float32"\), or tensor\.view\(torch\.float32\)$'
+    with pytest.raises(ArgumentError, match=words):
         host_map(Map("v", host=lambda v: v), np.ones(3, np.complex64))
+    with pytest.raises(ArgumentError, match=r'array\.view\("uint8"\), .*, with op "max" for "any" and "min"'):
+        maps.HostMap(maps.MapCall(np.ones(3, bool), "any", None, then))
 
 
 def test_the_function_of_the_host():

@@ -187,6 +187,19 @@ def test_what_the_ranks_compare():
     assert calls[8].fingerprint.text == "reduce-scatter by sum of int8 (6, 4), axis 0, no sizes="
 
 
+def test_the_words_of_an_all_gather():
+    """They show the rank's own shape, unless the parts may differ: these words have to be the same on every rank."""
+
+    def words(array: Any, sizes: Any) -> str:
+        call = splits.SplitCall(array, None, (GATHER, None, 0, sizes, 0, None), 0, 2)
+        return HostSplit(call).request.fingerprint.text
+
+    rows = np.zeros((2, 3), "i8")
+    assert words(rows, None) == "all-gather of int64 (2, 3), axis 0, no sizes= on the host"
+    assert words([rows], None) == "all-gather of 1 arrays, axis 0, no sizes= on the host: int64 (2, 3)"
+    assert words(rows, [2, 3]) == "all-gather of int64 (5, 3), axis 0, sizes=[2, 3] on the host"
+
+
 def test_an_axis_of_a_list_is_counted_from_0():
     """Unless it is another one for each array."""
     square, cube = np.zeros((2, 2), "f4"), np.zeros((2, 2, 2), "f4")

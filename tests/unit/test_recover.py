@@ -243,7 +243,7 @@ def test_it_tells_the_ranks_that_wait_and_says_why():
             return second.recover()
 
     (text, one), other = in_threads([waits, recovers])
-    assert "rank 1 raised an error (recover() after ValueError: bad batch)" in text
+    assert "rank 1 called recover() after ValueError: bad batch. Call recover() on this rank, too. The" in text
     assert (one, other) == (0, 0)
 
 
@@ -275,7 +275,7 @@ def test_a_fault_of_a_later_call_does_not_keep_the_peers_from_waiting():
     ranks[2].segment.hand_over = hand_over  # type: ignore[method-assign]
 
     def waits() -> int:
-        with pytest.raises(PeerFailedError, match=r"in call 1, rank 0 raised an error \(recover"):
+        with pytest.raises(PeerFailedError, match=r"in call 1, rank 0 called recover\(\)\. Call recover\(\) on this"):
             ranks[2].step("array", 1, "")
         return ranks[2].recover()
 

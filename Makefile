@@ -1,6 +1,6 @@
 # make demo          trains a classifier of digits on 4 ranks
 # make quick         runs the quick tests and one scenario of each file, in about a minute
-# make test          runs every tier of tests that this machine can run, in about 18 minutes on 2 cores
+# make test          runs every tier of tests that this machine can run, in about 20 minutes on 2 cores
 # make coverage      runs the same tests and counts the branches of the package that they reach
 # make limits        compares the processor time of the last make test with the kept one
 # make test-pythons  runs the tiers unit and mpi on every Python from 3.10 to 3.15 that this machine has or uv gets

@@ -141,7 +141,7 @@ class Launches:
         return bulk.BulkListStep(one, inward, self._exchange(one.step, kind, op), outward, length)
 
     def _of_parts(self, request: Request) -> Prepared:
-        """All-gather, broadcast or reduce-scatter: a launch for all arrays that are reduced as one dtype."""
+        """All-gather, broadcast or reduce-scatter: a launch for all arrays that are moved or reduced as one dtype."""
         assert request.split is not None
         n, collective = self._workspace.n, request.split.collective.name
         op, length = request.op or "sum", len(request.members) if request.is_list else None

@@ -137,7 +137,7 @@ def checked_table(choices: Iterable[Choice], n: int) -> Table:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One kernel launch, which reduces ``nbytes`` bytes from byte ``offset`` of the message on."""
+    """One kernel launch, which moves or reduces ``nbytes`` bytes from byte ``offset`` of the message on."""
 
     algorithm: str
     offset: int

@@ -16,7 +16,7 @@ EMPTY = 0xFF  # every byte of an empty slot, whose words are then the sentinel
 class Workspace:
     """This rank's workspace, and its mappings of the peers' ones.
 
-    It consists of epochs, two halves of slots, and the area in which the kernels of bulk.cuh work.
+    It consists of epochs, two halves of slots, and the area in which the bulk kernels work.
 
     ``address`` is that of the epochs. ``peers[i]`` is the address in this process at which the slots of rank
     (rank + i) % n begin, and ``area`` is from there to the area.

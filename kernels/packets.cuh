@@ -36,8 +36,8 @@ struct Args {
   u64 missing;          // this rank's two words there: a bit r if a wait for rank r's data passed its deadline; then
                         // non-zero if a wait of this rank has ended without data: the epoch of that kernel, plus 1
   u64 timeout_ns;       // deadline of a wait, from its start
-  u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process; tiles.cuh, bulk.cu: its
-                        // area; spread.cu: outs[0] is the root; copy.cu: three numbers
+  u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process; bulk*.cu: its area;
+                        // spread.cu: the root in outs[0]; copy.cu: three numbers
 #ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
   PartTable parts;
 #endif

@@ -250,7 +250,7 @@ class DeviceBackend(Backend):
         for action in free:
             action()
         flush()
-        # The rest may wait for the garbage collector. The page may not: a mapping of Python's holds a descriptor.
+        # The rest may wait for the garbage collector. The page, which is shared memory, may not.
         self.fast = self.launch_cache = None
         self.page = Page.alone(0, 1)
 

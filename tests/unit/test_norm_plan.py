@@ -71,6 +71,7 @@ def check(found: norm_plan.NormPlan, shape: NormShape, n: int, half: int, reside
 @given(counts, hiddens, worlds, halves, forced, sharings, st.booleans(), st.sampled_from([16, 216, 264]))
 @settings(max_examples=600, deadline=None)
 @example(512, 4096, 2, ANY, None, 1, True, 264)
+@example(200, 8320, 2, ANY, None, 1, True, 264)
 @example(1, 16_384, 8, ANY, "one_shot", 4, False, 264)
 def test_launches(rows: int, hidden: int, n: int, half: int, force: Any, sharing: int, clusters: bool, resident: int):
     shape = shape_of(rows, hidden)

@@ -65,6 +65,7 @@ arrays = st.lists(st.tuples(st.one_of(st.integers(0, 2), st.integers(0, 9)), wid
 
 @given(st.integers(2, 8), arrays, st.integers(1, 12), st.integers(1, 4))
 @example(3, [(2, [0] * 8), (3, [17, 0, 70, *[0] * 5]), (0, [5] * 8), (1, [0, 0, 1, *[0] * 5])], 4, 2)
+@example(2, [(1, [17] * 8), (2, [16] * 8)], 12, 4)
 @settings(deadline=None, max_examples=60)
 def test_every_byte_is_in_one_packet(n: int, given_arrays: list[tuple[int, list[int]]], packets: int, pieces: int):
     """Of each rank's part, in order, with the same launches on every rank and within their limits."""

@@ -242,7 +242,10 @@ def cached_norms_of_another_shape() -> None:
     with Communicator() as comm:
         case = Case((4, 256))
         x, residual = case.x.copy(), case.residual.copy()
+        others = case.x.copy(), case.residual.copy()
         for form, wrong in (((4, 256), (8, 128)), ((2, 2, 256), (2, 4, 128)), ((4, 256), (8, 128))):
+            if len(form) > 2:
+                (x, residual), others = others, (x, residual)  # which are known by no other shape
             x.shape = residual.shape = form
             for _ in range(4):
                 x[...], residual[...] = case.x.reshape(form), case.residual.reshape(form)

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from ipcreduce import FP8, Communicator, Graph, Map, errors
 from ipcreduce.device import deferred_free
+from ipcreduce.graphs.session import session_of
 from ipcreduce.nccl import library
 from ipcreduce.ranks import descriptors
 from ipcreduce.ranks.descriptors import MAX_DESCRIPTORS
@@ -92,6 +93,7 @@ def replays_after_resume() -> None:
         for _ in range(3):
             comm.suspend()
             assert _memory()[0] == before[0] + 20 * MB - PIECE  # with a quarter more for sms=
+            assert not any(there._mapped for there in comm._state.backend.launches._workspace._there)
             assert "backend ipc, suspended" in comm.describe()
             assert "suspended" in repr(comm)
             for refused in (
@@ -563,6 +565,8 @@ def direct_graphs() -> None:
             comm.suspend(pools=turn < 3)
             given = machine.memory_info()[0] - free
             assert given == (HELD + graph.pool.nbytes - 2 * PIECE if turn < 3 else HELD - PIECE), given
+            slabs = session_of(comm).pools.elsewhere.mappings._places.values()
+            assert any(slab._mapped for slab in slabs) == (turn == 3)
             right(kept)
             for each in [*results, kept]:
                 each.fill(0)

@@ -184,8 +184,13 @@ def fifty_communicators() -> None:
     assert (mapped(), machine.memory_info()) == (0, free)
 
 
+def pages_mapped() -> int:
+    """The control pages in this process's memory."""
+    return Path("/proc/self/maps").read_text().count("/dev/shm/ipcreduce-")
+
+
 def no_descriptor_is_left() -> None:
-    """Of communicators that work, that fail to start, or whose start is interrupted.
+    """And no page: of communicators that work, that fail to start, or whose start is interrupted.
 
     None waits for the garbage collector, but those of the interrupted ones.
     """
@@ -193,7 +198,7 @@ def no_descriptor_is_left() -> None:
     collect = gc.collect
     for memory in ("ipc", "vmm"):
         with environment(IPCREDUCE_MEMORY=memory), mock.patch.object(gc, "collect", return_value=0):
-            expected = open_files()
+            expected, pages = open_files(), pages_mapped()
             for turn in range(25):
                 _made(turn)
                 WORLD.Barrier()  # each has closed, so the memory of all is free
@@ -201,6 +206,7 @@ def no_descriptor_is_left() -> None:
                 if turn % 5 == 3:
                     collect()
                 assert open_files() == expected, (memory, turn, open_files() - expected)
+                assert pages_mapped() == pages, (memory, turn, pages_mapped())
 
 
 def _made(turn: int) -> None:

@@ -770,6 +770,7 @@ def closed_by_the_program(comm: Communicator) -> None:
     """Rank 0 has closed descriptors of a communicator, and a file of its own has their numbers by then."""
     one = Communicator(timeout=bounds.LONG)
     right(one)
+    WORLD.Barrier()  # else a rank may be in this call as its connection ends
     with tempfile.TemporaryFile() as file:
         numbers: list[int] = []
         if RANK == 0 and one._state.watch is not None:

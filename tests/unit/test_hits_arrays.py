@@ -187,7 +187,8 @@ def test_the_shape_of_a_cached_array_changes(in_place: bool):
 def replace_by_namesake(arrays: list[Any], at: int) -> None:
     """Let the only reference to an array go, and put another one there, elsewhere in memory, that has its id."""
     shape, dtype, dead = arrays[at].shape, arrays[at].dtype, id(arrays[at])
-    others: list[Array] = []
+    # All of its kind that have room there keep the allocator from giving its memory to another kind.
+    others = [Array.__new__(Array) for _ in range(10_000)]
     arrays[at] = None
     while id(heir := Array.__new__(Array)) != dead:  # nothing else is made here that could take its place
         others.append(heir)

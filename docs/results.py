@@ -208,7 +208,7 @@ def overlap_table() -> str:
     for name, step in steps.items():
         times = step["ms_of_step"]
         lines.append([name, *(f"{times[way]:.2f}" if way in times else "" for way in ways.values())])
-    return table(["tokens, GPUs, host", *ways], lines)
+    return table(["tokens, GPUs, machine", *ways], lines)
 
 
 def beside_table() -> str:

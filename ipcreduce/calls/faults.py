@@ -12,8 +12,6 @@ ONLY_CLOSE = "The communicator can only be closed."
 MISSED = "it made no call after an error"  # a loss: the rank may well be alive
 USE_AGAIN = "The communicator can be used again."
 RECOVER = "recover()"  # begins the text of a rank that calls it, in place of an error's class
-_SAME = "Let the ranks make the same calls"
-_OR_SIZES = " or, if the parts differ in length, pass sizes=, the same on every rank"
 _GO_ON = (
     "Do not use what this rank has reduced since then. Graphs captured by other libraries work again once every rank "
     "has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. With backend nccl, "
@@ -59,8 +57,10 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
     after = USE_AGAIN if page.loss() is None else ONLY_CLOSE
     if kind == MISMATCH:
         happened = f"call {where} is not the same on every rank: {text}"
-        may_be_uneven = text.count("all-gather of") > 1 and "no sizes=" in text
-        return RankMismatchError(report(page.rank, call, happened, f"{_SAME}{_OR_SIZES * may_be_uneven}. {after}"))
+        remedy = "Let the ranks make the same calls"
+        if text.count("all-gather of") > 1 and "no sizes=" in text:
+            remedy += " or, if the parts differ in length, pass sizes=, the same on every rank"
+        return RankMismatchError(report(page.rank, call, happened, f"{remedy}. {after}"))
     did = f"raised an error ({text})"
     if text.startswith(RECOVER):
         did, after = f"called {text}", f"Call {RECOVER} on this rank, too. " * (after == USE_AGAIN) + after

@@ -144,7 +144,7 @@ class Trial:
     """The choice between ways: the passes take turns with them, and are timed by the GPU.
 
     Beside long matrix products few blocks cost a step least. Beside short ones the all-reduces would then end behind
-    the pass, and those without a limit do not. One call behind the pass takes a slow host least time
+    the pass, and those without a limit do not. One call behind the pass is the least work for the host
     (benchmarks/overlap.py).
     """
 

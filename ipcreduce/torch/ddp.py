@@ -46,8 +46,10 @@ class Buckets:
 
     def __init__(self, comm: Communicator, ways: tuple[Way, ...]) -> None:
         """``ways``: limits of blocks of the calls on long buckets, or "behind": one, or some to choose from."""
-        self._comm, self._trial = comm, Trial(ways if comm.backend == "ipc" else ways[:1])
+        self._comm, self._ways = comm, ways if comm.backend == "ipc" else ways[:1]
+        self._trial = Trial(self._ways)
         self._calls = session_of(comm).calls
+        self._era = self._calls.page.era  # of the last pass
         self._group = GroupCheck(comm)
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
         self._full: list[tuple[Any, Any]] = []  # buckets on the GPU that are not reduced yet, and their futures
@@ -70,6 +72,7 @@ class Buckets:
             if bucket.index() == 0:
                 self._full.clear()  # of a pass that has failed
                 self._watch_this_pass()
+                self._start_anew_after_a_fault()
             tensor = bucket.buffer()
             is_on_gpu = tensor.is_cuda and tensor.layout is torch.strided  # the call refuses others, on every rank
             future = torch.futures.Future(devices=[tensor.device] if is_on_gpu else [])
@@ -93,6 +96,12 @@ class Buckets:
             if not begun:
                 self._calls.fail(error, begun=False, foreign=True)
             raise
+
+    def _start_anew_after_a_fault(self) -> None:
+        """Begin another trial, since the pass that failed may have ended on some ranks, and counts there only."""
+        era = self._calls.page.era
+        if self._calls.raised or era != self._era:  # the ranks have not met since then, or they have
+            self._trial, self._era = Trial(self._ways), era
 
     def _enter_stream(self, tensor: Any) -> None:
         """Let the stream of the all-reduces wait for the present work on the current one, and keep the memory."""
@@ -251,7 +260,8 @@ def ddp_hook(comm: Communicator, sms: int | Literal["auto"] | None = "auto") -> 
 
     :param sms: the most blocks of an all-reduce of 4 MB or more, which then leaves most multiprocessors to the backward
         pass; the same on every rank. The last bucket's has no limit. None: as many as are fastest alone. "auto": the
-        first 15 passes try 8, None, and one call for all buckets behind the pass. Then the ranks agree on the fastest.
+        first 15 passes, and as many after an error, try 8, None, and one call for all buckets behind the pass. Then the
+        ranks agree on the fastest.
         See :meth:`Communicator.allreduce`.
     :raises ArgumentError: if ``comm`` is not a Communicator, or ``sms`` none of these.
     """

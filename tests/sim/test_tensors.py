@@ -18,8 +18,9 @@ def test_tensors(hold: Callable[..., None]) -> None:
 def test_gradients(hold: Callable[..., None]) -> None:
     hold(
         3, "buckets_behind_the_gradients", "buckets_beside_the_backward_pass", "a_bucket_that_is_dropped",
-        "long_buckets_run_in_few_blocks", "ways_take_turns", "one_call_behind_the_pass", "sparse_gradients",
-        "a_backward_pass_that_raises", "buckets_without_a_backward_pass", "buckets_of_another_group",
+        "long_buckets_run_in_few_blocks", "ways_take_turns", "ways_after_a_failed_pass", "one_call_behind_the_pass",
+        "sparse_gradients", "a_backward_pass_that_raises", "buckets_without_a_backward_pass",
+        "buckets_of_another_group",
     )  # fmt: skip
 
 

@@ -90,6 +90,28 @@ def ways_take_turns() -> None:
             works(comm)
 
 
+def ways_after_a_failed_pass() -> None:
+    """The ranks begin with the first way again, although the pass has ended on all of them but one."""
+    for meets in (0, 1):  # in the next pass, or before
+        with hooked(*ddp._WAYS) as (comm, hook):
+            with raises(KeyError if RANK == LAST else errors.PeerFailedError), BackwardPass():
+                hook.average(None, bucket_of(RANK + 1))
+                if RANK != LAST:
+                    hook.average(None, bucket_of(RANK + 1, 1, is_last=True))
+                WORLD.barrier()
+                if RANK == LAST:
+                    raise KeyError
+                comm.synchronize()
+            if meets:
+                works(comm)
+            chosen = []
+            for _ in range(6):
+                with BackwardPass():
+                    averaged(hook.average(None, bucket_of(RANK + 1, is_last=True)))
+                    chosen.append(hook._trial.way)
+            assert chosen == [ddp._WAYS[0], *2 * ddp._WAYS][meets : meets + 6], chosen
+
+
 def one_call_behind_the_pass() -> None:
     """Buckets wait for the last one, and those of a pass that has failed are not reduced with the next one's."""
     with hooked(ddp._BEHIND) as (comm, hook):
@@ -203,5 +225,6 @@ def buckets_of_another_group() -> None:
 SCENARIOS = [
     buckets_behind_the_gradients, buckets_beside_the_backward_pass, a_bucket_that_is_dropped,
     a_backward_pass_that_raises, buckets_without_a_backward_pass, buckets_of_another_group,
-    long_buckets_run_in_few_blocks, ways_take_turns, one_call_behind_the_pass, sparse_gradients,
+    long_buckets_run_in_few_blocks, ways_take_turns, ways_after_a_failed_pass, one_call_behind_the_pass,
+    sparse_gradients,
 ]  # fmt: skip

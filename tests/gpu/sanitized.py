@@ -90,6 +90,7 @@ PROGRAMS = {
     "bulk": lambda: swept("plain", "bulk"),
     "split": lambda: swept("split", None),  # gather.cu and scatter.cu
     "bulk_split": lambda: swept("split", "bulk"),
+    "spread": lambda: swept("split", "two_shot"),  # all broadcasts over three ranks and more
     "fused_one_shot": lambda: swept("norm", "one_shot"),
     "fused_two_shot": lambda: swept("norm", "two_shot"),
     "rmsnorm": lambda: swept("norm", None),

@@ -92,7 +92,7 @@ def test_gradients(mpirun: Run) -> None:
 @pytest.mark.parametrize("kernel", sanitizers.KERNELS)
 def test_memcheck_finds_nothing(kernel: str) -> None:
     """On two ranks of one GPU; ``make sanitizers`` runs the other tools too."""
-    row = sanitizers.run([*machine.mpirun(sys.executable), "-n", "2"], "memcheck", kernel, 500)
+    row = sanitizers.run(machine.mpirun(sys.executable), "memcheck", kernel, 500)
     assert (row["errors"], row["problem"]) == (0, ""), row
     assert row["cases"]
 

@@ -1,6 +1,6 @@
-"""``python -m tests.tools.sanitizers``: every kernel under compute-sanitizer, on two ranks of one GPU: a table.
+"""``python -m tests.tools.sanitizers``: every kernel under compute-sanitizer, on ranks that share a GPU: a table.
 
-The program is tests/gpu/sanitized.py. A line of the table is right if both ranks' tools have found nothing, all calls
+The program is tests/gpu/sanitized.py. A line of the table is right if no rank's tool has found anything, all calls
 were right, and all ended in time. The exit status is 1 if one is not, and 2 where the tool or a GPU is missing.
 
 memcheck: accesses outside allocations, misaligned ones. racecheck: hazards in shared memory, where the kernels with
@@ -25,15 +25,19 @@ from tests.tools import machine, processes
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KERNELS = (
-    "one_shot", "two_shot", "direct", "bulk", "split", "bulk_split", "fused_one_shot", "fused_two_shot", "rmsnorm",
-    "verify", "limit",
+    "one_shot", "two_shot", "direct", "bulk", "split", "bulk_split", "spread", "fused_one_shot", "fused_two_shot",
+    "rmsnorm", "verify", "limit",
 )  # fmt: skip
-RANKS = 2
 FOUND = 9  # the tool's exit status if it has found something
 # A tool's last line. Racecheck's count is of hazards: errors and warnings.
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE)
 _CASES = re.compile(r": (\d+) cases, all right$", re.MULTILINE)
 _SHOWN = 5  # lines of what a tool has found
+
+
+def ranks_of(kernel: str) -> int:
+    """Two, or the fewest that take the kernel."""
+    return 3 if kernel == "spread" else 2
 
 
 def command(tool: str, kernel: str, directory: Path) -> list[str]:
@@ -48,18 +52,19 @@ def command(tool: str, kernel: str, directory: Path) -> list[str]:
 def run(launcher: Sequence[str], tool: str, kernel: str, seconds: float) -> dict[str, Any]:
     """A line of the table: cases, errors, and ``problem``, which is empty if it is right.
 
-    :param launcher: the words before the command of a rank.
+    :param launcher: the words before the number of ranks.
     :param seconds: after which all ranks are killed.
     """
-    row: dict[str, Any] = {"tool": tool, "kernel": kernel, "cases": 0, "errors": 0, "problem": "", "found": []}
+    row: dict[str, Any] = {"tool": tool, "kernel": kernel, "ranks": ranks_of(kernel)}
+    row |= {"cases": 0, "errors": 0, "problem": "", "found": []}
     token = f"SANITIZERS_RUN={uuid.uuid4()}"
     environ = machine.environment() | dict([token.split("=")])
     environ["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as output:
         directory = Path(name)
         process = subprocess.Popen(
-            [*launcher, *command(tool, kernel, directory)], cwd=machine.ROOT, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, env=environ, start_new_session=True,
+            [*launcher, "-n", str(row["ranks"]), *command(tool, kernel, directory)], cwd=machine.ROOT,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
         )  # fmt: skip
         try:
             process.wait(seconds)
@@ -88,8 +93,8 @@ def judge(row: dict[str, Any], status: int, text: str, logs: list[str]) -> None:
     if status and not (row["errors"] and row["cases"]):
         last = (text.strip().splitlines() or ["nothing printed"])[-1]
         row["problem"] = f"exit status {status}: {last}"
-    elif len(summaries) != RANKS:
-        row["problem"] = f"{len(summaries)} summaries of the tool, expected {RANKS}"
+    elif len(summaries) != row["ranks"]:
+        row["problem"] = f"{len(summaries)} summaries of the tool, expected {row['ranks']}"
     elif not row["cases"]:
         row["problem"] = "no calls were made"
 
@@ -110,7 +115,7 @@ def missing() -> str:
 def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         problem = row["problem"] or ("" if row["errors"] else "clean")
-        print(f"{row['tool']:9} {row['kernel']:9} {row['cases']:6} {row['errors']:7}  {problem}", flush=True)
+        print(f"{row['tool']:9} {row['kernel']:14} {row['cases']:6} {row['errors']:7}  {problem}", flush=True)
         for line in row["found"]:
             print(f"    {line}", flush=True)
 
@@ -125,8 +130,8 @@ def main() -> int:
     if reason := missing():
         print(f"the sanitizers cannot run here: {reason}")
         return 2
-    launcher = [*machine.mpirun(sys.executable), "-n", str(RANKS)]
-    print(f"{'tool':9} {'kernel':9} {'cases':>6} {'errors':>7}")
+    launcher = machine.mpirun(sys.executable)
+    print(f"{'tool':9} {'kernel':14} {'cases':>6} {'errors':>7}")
     rows = []
     for tool in options.tools:
         for kernel in options.kernels:
@@ -136,7 +141,7 @@ def main() -> int:
         from ipcreduce.bench import report
 
         version = machine.output_of("compute-sanitizer", "--version").strip().splitlines()[-1]
-        head = report.header(["-m", "tests.tools.sanitizers"]) | {"compute-sanitizer": version, "ranks": RANKS}
+        head = report.header(["-m", "tests.tools.sanitizers"]) | {"compute-sanitizer": version}
         report.write_json(options.json, head | {"rows": rows})
     return int(any(row["errors"] or row["problem"] for row in rows))
 

@@ -14,7 +14,7 @@ from tests.tools import machine, sanitizers
 
 # Two ranks, and the status of the one that fails.
 BOTH = '"$@" & "$@"; second=$?; wait $! || exit; exit $second'
-LAUNCHER = ("sh", "-c", BOTH, "launcher")
+LAUNCHER = ("sh", "-c", f"shift 2; {BOTH}", "launcher")  # -n 2
 LOG = """\
 while [ "$1" != --log-file ]; do shift; done
 exec 3> "$(echo "$2" | sed "s/%p/$$/")"
@@ -102,8 +102,8 @@ def test_the_words_of_a_rank(tmp_path: Path):
 @pytest.mark.parametrize(
     ("script", "status", "line"),
     [
-        (RIGHT + CLEAN, 0, "memcheck  verify        40       0  clean"),
-        (RIGHT + ERRORS, 1, "memcheck  verify        40       6"),
+        (RIGHT + CLEAN, 0, "memcheck  verify             40       0  clean"),
+        (RIGHT + ERRORS, 1, "memcheck  verify             40       6"),
         (RIGHT, 1, "0 summaries of the tool, expected 2"),
     ],
 )
@@ -112,7 +112,7 @@ def test_the_exit_status(
 ):
     tool.write_text(f"#!/bin/sh\n{LOG}{script}")
     monkeypatch.setattr(machine, "cuda", lambda: (1, 13))
-    monkeypatch.setattr(machine, "mpirun", lambda python: ("sh", "-c", f"shift 2; {BOTH}", "launcher"))  # -n 2
+    monkeypatch.setattr(machine, "mpirun", lambda python: LAUNCHER)
     monkeypatch.setattr(sys, "argv", ["sanitizers", "--tools", "memcheck", "--kernels", "verify"])
     assert sanitizers.main() == status
     assert line in capfd.readouterr().out

@@ -154,13 +154,13 @@ def test_members_that_are_others(calls: Calls, at: int):
 
 
 @pytest.mark.parametrize("at", range(len(PARTS)))
-def test_a_cached_array_dies(calls: Calls, at: int):
+def test_a_cached_array_dies(monkeypatch: pytest.MonkeyPatch, calls: Calls, at: int):
     """Another one may have its id then, and other memory."""
     for side in range(1 if calls.in_place else 2):
         pair = calls.arrays((1 << 20) + (side << 16), (1 << 21) + (side << 16))
         for _ in range(TURNS):
             assert calls.places(*pair) is not None
-        replace_by_namesake(pair[side], at)
+        replace_by_namesake(monkeypatch, pair[side], at)
         assert calls.places(*pair) == due(*pair)
 
 

@@ -183,36 +183,43 @@ class GraphPool:
         self._give_back()
 
     # ---- memory that is given back: see Pools
-    def _places(self) -> list[Range]:
-        return [slab.place for slab in self._slabs if slab.place is not None]
+    @contextmanager
+    def _places(self) -> Iterator[list[Range]]:
+        """The addresses of the slabs. None goes in the block, where Python may collect the last graph of the pool."""
+        self.retain()
+        try:
+            with self._lock:
+                yield [slab.place for slab in self._slabs if slab.place is not None]
+        finally:
+            self.release()
 
     def suspend(self, piece: int, nbytes: int) -> None:
         """Give the memory of the slabs back, and cover their addresses: what still writes there ends no program.
 
         :param piece: the handle of ``nbytes`` bytes for this.
         """
-        with self._lock:
+        with self._places() as places:
             self.is_suspended = True
-            for place in self._places():
+            for place in places:
                 place.detach()
                 place.cover(piece, nbytes)
 
     def prepare(self) -> None:
         """Create memory for the slabs, if it was given back."""
-        with self._lock:
-            for place in self._places() if self.is_suspended else ():
+        with self._places() as places:
+            for place in places if self.is_suspended else ():
                 place.prepare(virtual_memory.create(self.device, place.nbytes))
 
     def drop_prepared(self) -> None:
         """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""
-        with self._lock:
-            for place in self._places():
+        with self._places() as places:
+            for place in places:
                 place.drop_prepared()
 
     def resume(self) -> None:
         """Map the new memory. What was in the old one is lost."""
-        with self._lock:
-            for place in self._places():
+        with self._places() as places:
+            for place in places:
                 place.swap()
             self.is_suspended = False
 

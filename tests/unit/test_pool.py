@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.cuda import driver
+from ipcreduce.cuda import driver, virtual_memory
+from ipcreduce.cuda.virtual_memory import Range
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.graphs import pool as pools
 from ipcreduce.graphs import recording
@@ -130,6 +131,73 @@ def test_nothing_goes_back_while_a_graph_uses_the_pool(device: Device):
     assert pool.nbytes == 4 * MB
     pool._free(next(iter(device.held)))
     assert pool.nbytes == 0 == len(device.held)
+
+
+class Place:
+    """Addresses in virtual memory. At the first step ``collected`` runs, as if Python collected a graph there."""
+
+    nbytes = 2 * MB
+
+    def __init__(self, address: int, collected: Callable[[], None]) -> None:
+        self.address, self._collected, self.steps = address, collected, list[str]()
+
+    def __getattr__(self, step: str) -> Callable[..., None]:
+        def take(*given: Any) -> None:
+            assert not self.steps or self.steps[-1] != "close", f"{step} of addresses that are gone"
+            self.steps.append(step)
+            self._collected()
+
+        return take
+
+
+def two_places(monkeypatch: pytest.MonkeyPatch, users: list[Callable[[], None]]) -> list[Place]:
+    """The next ones that are reserved. The first step at one of them lets the user go."""
+    places = [Place(4 * MB * number, lambda: users and users.pop()()) for number in (1, 2)]
+    unused = iter(places)
+    monkeypatch.setattr(Range, "over", lambda *given: next(unused))
+    monkeypatch.setattr(virtual_memory, "rounded", lambda ordinal, nbytes: nbytes)
+    monkeypatch.setattr(virtual_memory, "create", lambda *given: 1)
+    monkeypatch.setattr(virtual_memory, "import_descriptor", lambda descriptor: 1)
+    return places
+
+
+def check_gone(places: list[Place]) -> None:
+    assert [one.steps[-1] for one in places] == ["close"] * 2
+    assert any(len(one.steps) > 1 for one in places)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"), [("suspend", (1, 2 * MB)), ("prepare", ()), ("resume", ()), ("drop_prepared", ())]
+)
+def test_the_last_graph_is_collected_while_a_pool_is_given_back(
+    patched: Any, monkeypatch: pytest.MonkeyPatch, method: str, given: tuple[int, ...]
+):
+    """The memory goes back to the driver, but not between two steps."""
+    pool = GraphPool(0, 0, virtual=True)
+    pool.retain()
+    places = two_places(monkeypatch, [pool.release])
+    for address in [pool._allocate(2 * MB, 1) for _ in places]:
+        pool._free(address)
+    pool.is_suspended = True
+    getattr(pool, method)(*given)
+    assert pool.slabs == 0
+    check_gone(places)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"), [("suspend", ()), ("prepare", ((1, 0), 3)), ("resume", ()), ("drop_prepared", ())]
+)
+def test_the_last_graph_is_collected_while_mappings_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, method: str, given: tuple[Any, ...]
+):
+    mappings, keys = Mappings(), [(1, 0), (1, 1)]
+    places = two_places(monkeypatch, [lambda: mappings.drop(serial, keys)])
+    for key in keys:
+        mappings.take(key, 3, 0, 2 * MB)
+    serial = mappings.use(keys)
+    getattr(mappings, method)(*given)
+    assert not mappings.kept()
+    check_gone(places)
 
 
 def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device, monkeypatch: pytest.MonkeyPatch):

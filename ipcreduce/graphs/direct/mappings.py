@@ -8,7 +8,8 @@ the mark. So closing a graph waits for nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -93,10 +94,22 @@ class Mappings:
         return self._mapped[key]
 
     # ---- memory that is given back: see graphs/pools.py
+    @contextmanager
+    def _kept_places(self) -> Iterator[dict[Key, Range]]:
+        """The addresses of slabs. None goes in the block, where Python may collect the last graph that uses one."""
+        with self._lock, uninterrupted():
+            kept = list(self._places)
+            self._uses.update(kept)
+            try:
+                yield {key: place for key in kept if (place := self._places.get(key)) is not None}
+            finally:
+                self._uses.subtract(kept)
+                self.unmap_unused()
+
     def suspend(self) -> None:
         """Unmap the peers' virtual memory, and keep the addresses. :raises CudaError: if that fails."""
-        with self._lock:
-            for place in self._places.values():
+        with self._kept_places() as places:
+            for place in places.values():
                 place.detach()
 
     def kept(self) -> list[Key]:
@@ -106,20 +119,20 @@ class Mappings:
 
     def prepare(self, key: Key, descriptor: int) -> None:
         """Import a peer's new memory for :meth:`resume`, if its slab is in use here. :raises CudaError: if it fails."""
-        with self._lock:
-            if key in self._places:  # its last graph may have been closed meanwhile
-                self._places[key].prepare(virtual_memory.import_descriptor(descriptor))
+        with self._kept_places() as places:
+            if key in places:  # its last graph may have been closed meanwhile
+                places[key].prepare(virtual_memory.import_descriptor(descriptor))
 
     def drop_prepared(self) -> None:
         """Release what was prepared and is not mapped. Idempotent."""
-        with self._lock:
-            for place in self._places.values():
+        with self._kept_places() as places:
+            for place in places.values():
                 place.drop_prepared()
 
     def resume(self) -> None:
         """Map the peers' new memory where their old one was. :raises CudaError: if that fails."""
-        with self._lock:
-            for place in self._places.values():
+        with self._kept_places() as places:
+            for place in places.values():
                 place.swap()
 
     def room(self) -> bool:

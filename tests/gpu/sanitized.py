@@ -2,7 +2,8 @@
 
 tests/tools/sanitizers.py runs it under compute-sanitizer. Arrays end where their memory does, and come from no pool
 but the graphs': what reads or writes behind one is found. All that a rank reads has been written by itself before,
-since initcheck sees no store of another process: slots are filled when they are made, and the outputs of graphs here.
+since initcheck sees no store of another process, nor of a bulk copy: slots are filled when they are made, the outputs
+of graphs here, and what the kernels of bulk copies write as it is allocated.
 """
 
 from __future__ import annotations
@@ -29,6 +30,22 @@ TURNS = 3
 def communicator(algorithm: str | None = None) -> ipcreduce.Communicator:
     """A communicator that has to use our kernels. Its time is long: under the tools kernels are slow."""
     return ipcreduce.Communicator(backend="ipc", algorithm=algorithm, timeout=120)
+
+
+def initialised(nbytes: int) -> cupy.cuda.MemoryPointer:
+    """An allocation that is written at once, for what bulk copies store."""
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+    cupy.ndarray((nbytes,), np.uint8, memory).fill(0xA5)
+    cupy.cuda.Device().synchronize()
+    return memory
+
+
+def swept_by_bulk_copies(kind: str) -> int:
+    cupy.cuda.set_allocator(initialised)
+    try:
+        return swept(kind, "bulk")
+    finally:
+        cupy.cuda.set_allocator(None)
 
 
 def swept(kind: str, algorithm: str | None) -> int:
@@ -87,9 +104,9 @@ PROGRAMS = {
     "one_shot": lambda: swept("plain", "one_shot") + graphs("one_shot"),
     "two_shot": lambda: swept("plain", "two_shot") + graphs("two_shot"),
     "direct": lambda: graphs("direct"),
-    "bulk": lambda: swept("plain", "bulk"),
+    "bulk": lambda: swept_by_bulk_copies("plain"),
     "split": lambda: swept("split", None),  # gather.cu and scatter.cu
-    "bulk_split": lambda: swept("split", "bulk"),
+    "bulk_split": lambda: swept_by_bulk_copies("split"),
     "spread": lambda: swept("split", "two_shot"),  # all broadcasts over three ranks and more
     "fused_one_shot": lambda: swept("norm", "one_shot"),
     "fused_two_shot": lambda: swept("norm", "two_shot"),

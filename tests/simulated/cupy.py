@@ -634,6 +634,7 @@ cuda = SimpleNamespace(
     Event=Event,
     ExternalStream=ExternalStream,
     MemoryAsyncPool=MemoryAsyncPool,
+    Memory=Memory,
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=UnownedMemory,

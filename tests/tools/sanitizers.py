@@ -29,8 +29,8 @@ KERNELS = (
     "rmsnorm", "verify", "limit",
 )  # fmt: skip
 FOUND = 9  # the tool's exit status if it has found something
-# A tool's last line. Racecheck's count is of hazards: errors and warnings.
-_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE)
+# A tool's last line but for that of errors that were not printed. Racecheck's count is of hazards: errors and warnings.
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?\b(?! were not)", re.MULTILINE)
 _CASES = re.compile(r": (\d+) cases, all right$", re.MULTILINE)
 _SHOWN = 5  # lines of what a tool has found
 

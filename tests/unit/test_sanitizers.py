@@ -26,6 +26,7 @@ ERRORS = """\
 echo '========= Invalid __global__ read of size 16 bytes' >&3
 echo '=========     at one_shot+0x10 in one_shot.cu:12' >&3
 echo '========= ERROR SUMMARY: 3 errors' >&3
+echo '========= ERROR SUMMARY: 2 errors were not printed. Use --print-limit option to adjust the number' >&3
 exit 9
 """
 HAZARDS = "echo '========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)' >&3; exit 9\n"

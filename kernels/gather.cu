@@ -10,7 +10,7 @@
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
 template <bool kTiled, bool kAligned> DEVICE void run(const Args& args) {
-  const PartsTable& table = args.table;
+  const SplitTable& table = args.table;
   const PartPackets packets_of{table};
   const u32 longest = (u32)args.bytes / kPacketBytes;  // packets of a message
   constexpr bool kPlacesEarly = !kTiled && kDepth * kMaxRanks <= 2;  // before the wait, if the registers suffice

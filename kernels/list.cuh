@@ -11,14 +11,14 @@
 #ifdef IPCREDUCE_PARTS
 constexpr u32 kParts = IPCREDUCE_PARTS;
 
-struct PartTable {
+struct ListTable {
   u64 in[kParts], out[kParts];  // where a part begins in this rank's memory; may be the same
   u32 first[kParts];            // the first packet of a part in the message, in ascending order; 0xFFFFFFFF: no part
   u32 bytes[kParts];            // of a part
 };
 
 // The part that holds packet `index`: the last one that begins at or before it.
-DEVICE u32 find_part(const PartTable& parts, u32 index) {
+DEVICE u32 find_part(const ListTable& parts, u32 index) {
   u32 part = 0;
 #pragma unroll
   for (u32 step = largest_power_of_two_below(kParts); step; step /= 2)
@@ -28,7 +28,7 @@ DEVICE u32 find_part(const PartTable& parts, u32 index) {
 
 // The arrays of a list, as the input or the output.
 template <bool kAligned> struct List {
-  const PartTable& parts;
+  const ListTable& parts;
   bool in;
 };
 

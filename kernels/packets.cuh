@@ -39,7 +39,7 @@ struct Args {
   u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process; bulk*.cu: its area;
                         // spread.cu: the root in outs[0]; copy.cu: three numbers
 #ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
-  PartTable parts;
+  ListTable parts;
 #endif
 #ifdef IPCREDUCE_MAP
   OperandTable operands;
@@ -48,7 +48,7 @@ struct Args {
   NormArgs norm;
 #endif
 #ifdef IPCREDUCE_MEMBERS  // arrays in parts: in is all addresses and steps or-ed together, out is not used, and bytes
-  PartsTable table;       // counts the packets of the longest message
+  SplitTable table;       // counts the packets of the longest message
 #endif
 };
 
@@ -251,7 +251,7 @@ struct SamePackets {
 #ifdef IPCREDUCE_MEMBERS
 struct PartPackets {  // every rank sends its part
   static constexpr bool kSame = false;
-  const PartsTable& table;
+  const SplitTable& table;
   DEVICE u32 operator()(int i) const { return table.packets[peer_rank(i)]; }
 };
 #endif

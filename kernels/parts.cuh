@@ -20,7 +20,7 @@ struct Member {                // an array of the call, or what a launch takes o
   u32 width[8];                // the bytes of a row of rank r's part
   u32 first[8];                // the packet of rank r's message with which this array begins, in ascending order
 };
-struct PartsTable {
+struct SplitTable {
   u32 packets[8];              // of rank r's message, at least one
   Member members[kMembers];    // those that are not in use begin at packet 0xFFFFFFFF
 };
@@ -31,7 +31,7 @@ struct Place {
   int left;  // in its row, from there on
 };
 
-DEVICE u32 find_member(const PartsTable& table, u32 rank, u32 index) {
+DEVICE u32 find_member(const SplitTable& table, u32 rank, u32 index) {
   u32 member = 0;
 #pragma unroll
   for (u32 step = largest_power_of_two_below(kMembers); step; step /= 2)
@@ -39,7 +39,7 @@ DEVICE u32 find_member(const PartsTable& table, u32 rank, u32 index) {
   return member;
 }
 
-template <bool kWhole> DEVICE Place place_of(const PartsTable& table, u32 rank, u32 index) {
+template <bool kWhole> DEVICE Place place_of(const SplitTable& table, u32 rank, u32 index) {
   const Member& member = table.members[kMembers > 1 ? find_member(table, rank, index) : 0];
   const u32 width = member.width[rank], packets = ceil_div(width, kPacketBytes);
   u32 column = kMembers > 1 ? index - member.first[rank] : index, row = 0;

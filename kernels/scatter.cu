@@ -10,7 +10,7 @@
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
 template <bool kTiled, bool kAligned> DEVICE void run(const Args& args) {
-  const PartsTable& table = args.table;
+  const SplitTable& table = args.table;
   const u32 longest = (u32)args.bytes / kPacketBytes, packets = table.packets[kRank];
   using Parts = Packet[kDepth][kMaxRanks];  // by peer
   const auto load = [&](Parts& parts, u32 index, int first, int end) {

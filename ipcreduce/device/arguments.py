@@ -30,7 +30,7 @@ _RESIDUAL, _RESIDUAL_OUT, _WEIGHT, _QUANTISED, _SCALES = 0, 1, 2, 3, 4
 _ROWS, _HIDDEN, _STRIDES, _NUMBERS, _RECIPROCAL = 5, 6, 7, 8, 9
 NORM_WORDS = 10
 _TOO_LONG = 1 << 32  # elements of a row, whose packets are counted in 32 bits, beside those of a launch
-_NO_PART = 0xFFFFFFFF  # in struct PartTable (list.cuh)
+_NO_PART = 0xFFFFFFFF  # in struct ListTable (list.cuh)
 _ITEMSIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
@@ -84,7 +84,7 @@ def map_setter(words: memoryview, offset: int, itemsize: int, expression: Expres
 
 # ---- a list
 def part_table(places: int, first: Any, nbytes: Any) -> Words:
-    """The words of struct PartTable of ``places`` parts, in which the addresses are still to be set."""
+    """The words of struct ListTable of ``places`` parts, in which the addresses are still to be set."""
     words = np.zeros(3 * places, np.uint64)
     numbers, count = words[2 * places :].view(np.uint32), len(first)
     numbers[:places] = _NO_PART

@@ -78,7 +78,7 @@ def make_plan(sizes: Sequence[int], most: int, planned: Callable[[int], Iterable
 
 
 def table(plan: ListPlan) -> Words:
-    """The words of struct PartTable (list.cuh), in which the addresses are still to be set."""
+    """The words of struct ListTable (list.cuh), in which the addresses are still to be set."""
     return part_table(plan.parts, plan.first, plan.nbytes)
 
 

@@ -26,7 +26,7 @@ from .plan import BYTES, PACKET_BYTES
 _GATHER = "gather", "bulk_gather"
 KERNELS = {"all-gather": _GATHER, "broadcast": _GATHER, "reduce-scatter": ("scatter", "bulk_scatter")}  # [has tiles]
 _PART, _WHOLE, _PITCH, _OFFSETS, _WIDTHS, _FIRST = 0, 1, 2, 3, 11, 15  # words of struct Member
-MEMBER_WORDS, TABLE_WORDS = 19, 4  # of struct Member; of struct PartsTable before the members
+MEMBER_WORDS, TABLE_WORDS = 19, 4  # of struct Member; of struct SplitTable before the members
 # The most arrays of a launch: one has a kernel of its own, and then as many as fit into 4 KB and 32,764 bytes.
 ONE, SHORT, LONG = 1, *((most // 8 - ARG_WORDS - TABLE_WORDS) // MEMBER_WORDS for most in (4096, 32_764))
 _UNUSED = 0xFFFFFFFF  # the first packet of a member that is not in use
@@ -104,7 +104,7 @@ def places(plan: Plan) -> int:
 
 
 def table(plan: Plan) -> Words:
-    """The words of struct PartsTable, in which the addresses are still to be set."""
+    """The words of struct SplitTable, in which the addresses are still to be set."""
     count, n = places(plan), len(plan.packets)
     words = np.zeros(TABLE_WORDS + count * MEMBER_WORDS, np.uint64)
     words[:TABLE_WORDS].view(np.uint32)[:n] = [max(1, packets) for packets in plan.packets]

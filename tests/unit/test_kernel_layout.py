@@ -139,8 +139,8 @@ LIST_LAYOUT = """
 #include <cstdio>
 #include <packets.cuh>
 int main() {
-  std::printf("%zu %zu %zu %zu %zu %zu\\n", offsetof(Args, parts), offsetof(PartTable, in), offsetof(PartTable, out),
-              offsetof(PartTable, first), offsetof(PartTable, bytes), sizeof(Args));
+  std::printf("%zu %zu %zu %zu %zu %zu\\n", offsetof(Args, parts), offsetof(ListTable, in), offsetof(ListTable, out),
+              offsetof(ListTable, first), offsetof(ListTable, bytes), sizeof(Args));
 }
 """
 MAX_ARGUMENT_BYTES = {lists.SHORT: 4096, lists.LONG: 32_764}  # of a kernel: until CUDA 12.1, and since

@@ -258,7 +258,7 @@ LAYOUT = """
 #include <cstdio>
 #include <packets.cuh>
 int main() {
-  std::printf("%zu %zu %zu %zu\\n", offsetof(Args, table), offsetof(PartsTable, members), sizeof(Member), sizeof(Args));
+  std::printf("%zu %zu %zu %zu\\n", offsetof(Args, table), offsetof(SplitTable, members), sizeof(Member), sizeof(Args));
   std::printf("%zu %zu %zu %zu %zu %zu\\n", offsetof(Member, part), offsetof(Member, whole), offsetof(Member, pitch),
               offsetof(Member, offset), offsetof(Member, width), offsetof(Member, first));
 }

@@ -270,9 +270,9 @@ class GraphPool:
     def _shrink(self) -> None:
         """Free unused slabs, if the pool has no user left."""
         with self._lock:
-            self._take_back()
-            if self._users:
+            if self._users:  # this may be within the steps of _allocate() or _take_back() of the same thread
                 return
+            self._take_back()
             used = {slab for _, slab in self._blocks.values()}
             unused = [slab for slab in self._slabs if slab not in used]
             of_torch, self._of_torch = self._of_torch, None

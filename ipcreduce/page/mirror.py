@@ -58,7 +58,7 @@ class Mirror:
 
     def descriptors(self) -> list[int]:
         """The connections that are open."""
-        return [number for number, peer in self._peers.items() if peer.descriptor.is_ours]
+        return [number for number, peer in list(self._peers.items()) if peer.descriptor.is_ours]
 
     # ---- receiving
     def receive(self) -> list[tuple[int, str]]:

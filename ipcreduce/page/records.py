@@ -23,7 +23,6 @@ from ..originals import Lock, time
 from ..texts import encoded
 
 _SEAL_BYTES = 4
-_fence = Lock()
 _Answer = TypeVar("_Answer")
 
 
@@ -36,11 +35,13 @@ def fence() -> None:
     """Order this thread's earlier accesses of the page before its later ones, as other processors see them.
 
     The release of a lock orders what came before it, its acquisition what comes after it, and the second acquisition
-    follows the first release (POSIX: locks synchronise memory; on Arm STLR before LDAXR of one address).
+    follows the first release (POSIX: locks synchronise memory; on Arm STLR before LDAXR of one address). The lock is a
+    new one, as a finaliser may come here in between.
     """
-    with _fence:
+    lock = Lock()
+    with lock:
         pass
-    with _fence:
+    with lock:
         pass
 
 

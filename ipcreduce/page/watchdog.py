@@ -159,10 +159,10 @@ class _Watchdog:
     def _poll(self) -> select.poll:
         """A wait for the pipe, for processes and for connections."""
         found = select.poll()
-        ours = [*(self._pipe or ())[:1], *(process.pidfd for process in self._processes.values())]
+        ours = [*(self._pipe or ())[:1], *(process.pidfd for process in list(self._processes.values()))]
         for descriptor in [one.number for one in ours if one.is_ours]:
             found.register(descriptor, select.POLLIN)
-        for watch in self._watches:
+        for watch in list(self._watches):
             for descriptor in watch.mirror.descriptors():
                 found.register(descriptor, select.POLLIN)
         return found
@@ -173,7 +173,7 @@ class _Watchdog:
 
     def _restore(self) -> None:
         """Open anew what the program has closed. The next turn tries again what the system does not allow now."""
-        lost = [(pid, process) for pid, process in self._processes.items() if not process.pidfd.is_ours]
+        lost = [(pid, process) for pid, process in list(self._processes.items()) if not process.pidfd.is_ours]
         if not lost and all(end.is_ours for end in self._pipe or ()):
             return
         if not self._has_warned:
@@ -189,10 +189,11 @@ class _Watchdog:
 
     def _end(self, pid: int) -> None:
         """Note that a process of peers has ended."""
-        process = self._processes.pop(pid)
-        process.pidfd.close()
-        for watch, rank in process.ranks:
-            watch.died(rank)
+        process = self._processes.pop(pid, None)  # None: a communicator was collected in this thread meanwhile
+        if process is not None:
+            process.pidfd.close()
+            for watch, rank in process.ranks:
+                watch.died(rank)
 
     def remove(self, watch: Watch) -> None:
         """End a watch; the last one ends the thread. Idempotent, also after an interrupt."""

@@ -536,7 +536,7 @@ FAULTS = [
         "scatter.cu",
         "packets = table.packets[kRank];",
         "packets = table.members[0].width[kRank] ? table.packets[kRank] : 0;",
-        (TSAN,),
+        (TSAN, "value"),
         [ONE_SHOT, SCATTER],
         also=(
             "scatter.cu",

@@ -37,7 +37,8 @@ def test_what_is_held(hold: Hold) -> None:
 
 
 def test_pools(hold: Hold) -> None:
-    hold(2, "pools_given_back", "direct_graphs", "many_direct_outputs", "nothing_is_shared", SIM_NO_NCCL="1")
+    names = "collected_while_another_is_registered", "collected_in_resume"
+    hold(2, "pools_given_back", "direct_graphs", "many_direct_outputs", "nothing_is_shared", *names, SIM_NO_NCCL="1")
 
 
 def test_over_nccl(hold: Hold) -> None:

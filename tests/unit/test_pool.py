@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+from bisect import bisect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -200,6 +202,38 @@ def test_the_last_graph_is_collected_while_mappings_are_given_back(
     check_gone(places)
 
 
+@pytest.mark.parametrize("within", ["min", "bisect"])
+def test_the_last_graph_goes_while_another_one_allocates(device: Device, monkeypatch: pytest.MonkeyPatch, within: str):
+    """No block is given out twice, whichever steps of the pool Python collects between."""
+    later: list[Any] = []
+    monkeypatch.setattr(pools, "free_later", lambda context, *steps: later.extend(steps))
+    pool = GraphPool(0, 0)
+    pool.retain()
+    live = [pool._allocate(4096, 1) for _ in range(6)]
+    pool.release()
+    pool.retain()  # the next graph, before the pool has shrunk
+    for number in (4, 2):
+        pool._free(live.pop(number))
+    freed = [live.pop(1)]
+
+    usual = {"min": min, "bisect": bisect}[within]
+
+    def collecting(*given: Any, **options: Any) -> Any:
+        found = usual(*given, **options)
+        if freed:
+            pool._free(freed.pop())
+            while later:
+                later.pop(0)()
+        return found
+
+    monkeypatch.setattr(pools, within, collecting, raising=False)
+    for _ in range(6):
+        live.append(pool._allocate(4096, 1))
+    assert not freed
+    assert len({*live}) == len(live)
+    assert all(abs(one - other) >= 4096 for one, other in itertools.combinations(live, 2))
+
+
 def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device, monkeypatch: pytest.MonkeyPatch):
     """What goes back to the driver may have to wait, for the end of a capture."""
     later: list[Any] = []
@@ -301,6 +335,55 @@ def test_a_slab_is_mapped_once_and_as_long_as_a_graph_uses_it(monkeypatch: pytes
     assert closed == [8192, 4096]
     with pytest.raises(UnsupportedError, match="has 1048576 bytes here, not 1048577"):
         mappings.open(keys[0], b"handle", MB + 1)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slabs of (1, 0), (1, 1) ... are mapped at 0, 4096 ...: those that are unmapped."""
+    addresses, closed = itertools.count(0, 4096), list[int]()
+    monkeypatch.setattr(driver, "open_memory", lambda handle: next(addresses))
+    monkeypatch.setattr(driver, "close_memory", closed.append)
+    monkeypatch.setattr(driver_calls, "allocation_bytes", lambda address: MB)
+    return closed
+
+
+def test_a_graph_goes_while_another_one_is_registered(closed: list[int]):
+    """What is mapped for the other one stays. The peers are told of the first one when its slabs are unmapped."""
+    mappings, marked = Mappings(), list[int]()
+    mappings.marks = cast("Marks", SimpleNamespace(set=marked.append, all_set=lambda serial: False))
+    mappings.open((1, 0), b"", MB)
+    old = mappings.use([(1, 0)])
+    with mappings.holding():
+        mappings.open((1, 1), b"", MB)
+        mappings.drop(old, [(1, 0)])
+        assert not closed
+        assert not marked
+        mappings.use([(1, 1)])
+    assert (closed, marked) == ([0], [old])
+
+
+def test_what_a_failed_registration_has_mapped(closed: list[int]):
+    mappings = Mappings()
+    with suppress(KeyError), mappings.holding():
+        mappings.open((1, 0), b"", MB)
+        raise KeyError
+    assert closed == [0]
+
+
+def test_a_graph_goes_while_others_slabs_are_unmapped(closed: list[int], monkeypatch: pytest.MonkeyPatch):
+    mappings, keys = Mappings(), [(1, number) for number in range(3)]
+    for key in keys:
+        mappings.open(key, b"", MB)
+    first, *others = mappings.use(keys[:2]), mappings.use(keys[2:])
+
+    def close(address: int) -> None:
+        closed.append(address)
+        if others:
+            mappings.drop(others.pop(), keys[2:])
+
+    monkeypatch.setattr(driver, "close_memory", close)
+    mappings.drop(first, keys[:2])
+    assert closed == [0, 4096, 8192]
 
 
 def test_no_rank_goes_on_with_a_registration_that_has_failed_on_one(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,8 @@ class Mappings:
         self._mapped: dict[Key, int] = {}
         self._places: dict[Key, Range] = {}  # of those in virtual memory
         self._uses: Counter[Key] = Counter()
+        self._dropped: list[int] = []  # serial numbers of graphs whose slabs are still to be unmapped
+        self._holds = 0  # blocks of holding()
         self._serial = 0
         self._lock = RLock()  # graphs are collected in any thread
         self._pins: dict[int, tuple[Callable[[], None], ...]] = {}  # by serial number: they free this rank's memory
@@ -95,21 +97,22 @@ class Mappings:
 
     # ---- memory that is given back: see graphs/pools.py
     @contextmanager
-    def _kept_places(self) -> Iterator[dict[Key, Range]]:
-        """The addresses of slabs. None goes in the block, where Python may collect the last graph that uses one."""
+    def holding(self) -> Iterator[None]:
+        """Unmap nothing in the block, where Python may collect the last graph of a slab. At its end, what is unused."""
         with self._lock, uninterrupted():
-            kept = list(self._places)
-            self._uses.update(kept)
-            try:
-                yield {key: place for key in kept if (place := self._places.get(key)) is not None}
-            finally:
-                self._uses.subtract(kept)
-                self.unmap_unused()
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._lock, uninterrupted():
+                self._holds -= 1
+                with suppress(CudaError):
+                    self._unmap_unused()
 
     def suspend(self) -> None:
         """Unmap the peers' virtual memory, and keep the addresses. :raises CudaError: if that fails."""
-        with self._kept_places() as places:
-            for place in places.values():
+        with self.holding():
+            for place in list(self._places.values()):
                 place.detach()
 
     def kept(self) -> list[Key]:
@@ -119,20 +122,20 @@ class Mappings:
 
     def prepare(self, key: Key, descriptor: int) -> None:
         """Import a peer's new memory for :meth:`resume`, if its slab is in use here. :raises CudaError: if it fails."""
-        with self._kept_places() as places:
-            if key in places:  # its last graph may have been closed meanwhile
-                places[key].prepare(virtual_memory.import_descriptor(descriptor))
+        with self.holding():
+            if key in self._places:  # its last graph may have been closed meanwhile
+                self._places[key].prepare(virtual_memory.import_descriptor(descriptor))
 
     def drop_prepared(self) -> None:
         """Release what was prepared and is not mapped. Idempotent."""
-        with self._kept_places() as places:
-            for place in places.values():
+        with self.holding():
+            for place in list(self._places.values()):
                 place.drop_prepared()
 
     def resume(self) -> None:
         """Map the peers' new memory where their old one was. :raises CudaError: if that fails."""
-        with self._kept_places() as places:
-            for place in places.values():
+        with self.holding():
+            for place in list(self._places.values()):
                 place.swap()
 
     def room(self) -> bool:
@@ -157,30 +160,47 @@ class Mappings:
 
         :raises CudaError: if unmapping fails. The peers then keep their memory.
         """
-        with self._lock:
+        with self._lock, uninterrupted():
             self._uses.subtract(keys)
-            self.unmap_unused()
-        if self.marks is not None:
-            self.marks.set(serial)
+            self._dropped.append(serial)
+            self._unmap_unused()
         self.collect()
 
-    def unmap_unused(self) -> None:
-        """Unmap the slabs that no graph uses. :raises CudaError: the last failure, once the others are unmapped."""
-        failed = None
-        with self._lock, uninterrupted():
-            for key in [key for key in list(self._mapped) if self._uses[key] <= 0]:
-                del self._uses[key]
-                place, address = self._places.pop(key, None), self._mapped.pop(key)
-                try:
-                    if place is None:
-                        driver.close_memory(address)
-                    else:
-                        place.close()
-                except CudaError as error:
-                    if place is None:  # the owner may free virtual memory that is still mapped here
-                        failed = error
+    def _unmap_unused(self) -> None:
+        """Unmap the slabs that no graph uses, then mark the dropped graphs; but nothing in a block of :meth:`holding`.
+
+        :raises CudaError: the last failure, once the others are unmapped. Then nothing is marked.
+        """
+        failed: CudaError | None = None
+        while not self._holds:
+            unused = [key for key in list(self._mapped) if self._uses[key] <= 0]
+            dropped, self._dropped = self._dropped, []
+            if not unused and not dropped:
+                break
+            self._holds += 1  # if Python collects a graph meanwhile, its slabs are for the next turn
+            try:
+                for key in unused:
+                    failed = self._unmap(key) or failed
+            finally:
+                self._holds -= 1
+            if self.marks is not None and failed is None:
+                for serial in dropped:
+                    self.marks.set(serial)
         if failed is not None:
             raise failed
+
+    def _unmap(self, key: Key) -> CudaError | None:
+        """Returns the failure, unless it leaves memory mapped that its owner may free all the same: virtual memory."""
+        del self._uses[key]
+        place, address = self._places.pop(key, None), self._mapped.pop(key)
+        try:
+            if place is None:
+                driver.close_memory(address)
+            else:
+                place.close()
+        except CudaError as error:
+            return error if place is None else None
+        return None
 
     def collect(self) -> None:
         """Free the memory of graphs that every rank has dropped."""
@@ -192,8 +212,9 @@ class Mappings:
 
     def unmap_all(self) -> None:
         """Unmap all slabs of the peers. Idempotent."""
-        self._uses.clear()
-        self.unmap_unused()
+        with self._lock, uninterrupted():
+            self._uses.clear()
+            self._unmap_unused()
 
     def release_all(self) -> None:
         """Free all pinned memory of this rank. Every peer must have unmapped it."""

@@ -128,7 +128,8 @@ class DirectGraphs:
         ]  # fmt: skip
         if not candidates:  # the same on every rank, since the recordings are
             return
-        with suppress(UnsupportedError):  # a vote: on every rank alike
+        # A vote: on every rank alike. Until the graphs count as users, nothing else keeps what is mapped for them.
+        with suppress(UnsupportedError), self.mappings.holding():
             if self.mappings.marks is None:
                 self.mappings.marks = self._share_marks(number)
             self._switch(number, self._map(number, candidates))
@@ -162,20 +163,11 @@ class DirectGraphs:
         except (PeerTimeoutError, PeerFailedError, RankMismatchError) as error:  # peers may have gone on
             raise self._calls.lose(_LEFT, error) from error
 
-    def _confirm(self, number: int, error: Exception | None, what: str, *undo: Callable[[], None]) -> None:
-        """Go on if no rank has an error; else run ``undo`` on every rank.
-
-        :raises UnsupportedError: on every rank, if one has an error.
-        """
-        try:
-            for rank, text in enumerate(self._gather(number, b"" if error is None else encoded(described(error)))):
-                if text:
-                    raise UnsupportedError(f"{what} failed on rank {rank}: {decoded(text)}")
-        except IpcReduceError:
-            for action in undo:
-                with suppress(CudaError):
-                    action()
-            raise
+    def _confirm(self, number: int, error: Exception | None, what: str) -> None:
+        """Go on if no rank has an error. :raises UnsupportedError: on every rank, if one has."""
+        for rank, text in enumerate(self._gather(number, b"" if error is None else encoded(described(error)))):
+            if text:
+                raise UnsupportedError(f"{what} failed on rank {rank}: {decoded(text)}")
 
     def _map(self, number: int, candidates: list[_Candidate]) -> list[_Chosen]:
         """Map the outputs of the candidates that direct.cu can take on all ranks. Returns these.
@@ -241,8 +233,6 @@ class DirectGraphs:
         try:
             hand_over(ranks, virtual, self._descriptor, take, clock.now() + self._calls.timeout)
         except IpcReduceError as failed:
-            with suppress(CudaError):
-                mappings.unmap_unused()
             if isinstance(failed, (PeerTimeoutError, PeerFailedError, RankMismatchError)):
                 raise self._calls.lose(_LEFT, failed) from failed
             raise
@@ -254,7 +244,7 @@ class DirectGraphs:
                         mappings.open((rank, slab), row["handle"].tobytes(), int(row["nbytes"]))
         except (CudaError, UnsupportedError) as caught:
             error = caught
-        self._confirm(number, error, "mapping memory of graphs", mappings.unmap_unused)
+        self._confirm(number, error, "mapping memory of graphs")
 
     def _descriptor(self, number: int) -> int:
         """A new descriptor of one of this rank's slabs. :raises UnsupportedError: if there is no such slab."""
@@ -271,10 +261,11 @@ class DirectGraphs:
     def hand_over(self, ranks: Channel, deadline: float) -> None:
         """Exchange the new memory of the pools that peers have mapped, for :meth:`resume`. Collective."""
         calls = self._calls
-        sent = np.array(self.mappings.kept(), _KEY).tobytes()
-        asked = np.concatenate([records.rows(one, _KEY, "slabs") for one in calls.gather(calls.number, sent)])
-        wanted = [sorted({int(slab) for owner, slab in asked.tolist() if owner == rank}) for rank in range(ranks.size)]
-        hand_over(ranks, wanted, self._descriptor, self.mappings.prepare, deadline)
+        with self.mappings.holding():  # what this rank asks for, its owner keeps
+            sent = np.array(self.mappings.kept(), _KEY).tobytes()
+            asked = np.concatenate([records.rows(one, _KEY, "slabs") for one in calls.gather(calls.number, sent)])
+            every = [{int(slab) for owner, slab in asked.tolist() if owner == rank} for rank in range(ranks.size)]
+            hand_over(ranks, [*map(sorted, every)], self._descriptor, self.mappings.prepare, deadline)
 
     def resume(self) -> None:
         """Map the peers' new memory at these addresses. :raises CudaError: if that fails."""
@@ -295,9 +286,9 @@ class DirectGraphs:
             self._confirm(number, error, "switching graphs to the direct kernel")
         except BaseException:
             with uninterrupted():
-                for undo in (*(one.close for one in executables.values()), self.mappings.unmap_unused):
+                for executable in executables.values():
                     with suppress(CudaError):
-                        undo()
+                        executable.close()
             raise
         with uninterrupted():
             self._use(chosen, executables)

@@ -18,6 +18,8 @@ from mpi4py import MPI
 
 from ipcreduce import FP8, Communicator, Graph, Map, errors
 from ipcreduce.device import deferred_free
+from ipcreduce.graphs.direct import registration
+from ipcreduce.graphs.direct.registration import DirectGraphs
 from ipcreduce.graphs.session import session_of
 from ipcreduce.nccl import library
 from ipcreduce.ranks import descriptors
@@ -737,10 +739,58 @@ def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) 
         works(comm)
 
 
+def collected_while_another_is_registered() -> None:
+    """What is mapped for the graph that is registered stays, when the last graph of other slabs goes."""
+    for where in ("mapping", "switching"):
+        with virtual(workspace=4 * MB, algorithm="direct") as comm:
+            old = [_registered(comm)]
+            confirm = DirectGraphs._confirm
+
+            def collecting(self: Any, number: int, error: Any, what: str) -> None:
+                confirm(self, number, error, what)  # noqa: B023
+                if what.startswith(where):  # noqa: B023
+                    old.clear()  # noqa: B023
+
+            with mock.patch.object(DirectGraphs, "_confirm", collecting):
+                graph = Graph(comm)
+                with graph.record():
+                    result = comm.allreduce(mine())
+            assert (graph.state, old) == ("registered", [])
+            graph.replay()
+            comm.synchronize()
+            right(result)
+
+
+def collected_in_resume() -> None:
+    """Of slabs of which a rank has said that it wants them, none goes before they are sent."""
+    with virtual(workspace=4 * MB, algorithm="direct") as comm:
+        old, usual = [_registered(comm)], registration.hand_over
+        comm.suspend(pools=True)
+
+        def collecting(*given: Any) -> None:
+            old.clear()
+            WORLD.Barrier()
+            usual(*given)
+
+        with mock.patch.object(registration, "hand_over", collecting):
+            comm.resume()
+        assert not comm._state.session.direct.mappings.kept()
+        works(comm)
+
+
+def _registered(comm: Communicator) -> Graph:
+    graph = Graph(comm)
+    with graph.record():
+        comm.allreduce(mine())
+    assert graph.state == "registered"
+    comm.synchronize()
+    return graph
+
+
 SCENARIOS = [
     replays_after_resume, idempotent, resumed_within_resume, not_suspended, ranks_that_differ, late_for_resume,
     no_memory_to_resume, no_descriptors_to_resume, mailboxes_that_strangers_fill, interrupted_while_resuming,
     graphs_of_others, a_hundred_cycles, suspended_over_nccl, pools_given_back, direct_graphs,
     many_direct_outputs, nothing_is_shared, killed_while_suspended, killed_in_resume,
-    suspended_driver_faults,
+    suspended_driver_faults, collected_while_another_is_registered, collected_in_resume,
 ]  # fmt: skip

@@ -2,8 +2,9 @@
 
 tests/tools/sanitizers.py runs it under compute-sanitizer. Arrays end where their memory does, and come from no pool
 but the graphs': what reads or writes behind one is found. All that a rank reads has been written by itself before,
-since initcheck sees no store of another process, nor of a bulk copy: slots are filled when they are made, the outputs
-of graphs here, and what the kernels of bulk copies write as it is allocated.
+since initcheck sees no store of another process, nor of a bulk copy, and forgets what kernels store in memory that
+other processes map: slots are filled when they are made, the outputs of graphs here, by the driver, and what bulk
+copies write as it is allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.bench.limit import our_backend
-from ipcreduce.cuda import cupy_runtime
+from ipcreduce.cuda import cupy_runtime, driver
 from tests.gpu import cupy_module
 from tests.shared import bounds, reference, sweep, worker
 from tests.shared.cases import Limits
@@ -72,7 +73,7 @@ def graphs(algorithm: str) -> int:
                 assert (graph.state == "registered") == (algorithm == "direct"), graph.describe()
                 for _ in range(TURNS):
                     for result in results:
-                        result.view(np.uint8).fill(0xA5)
+                        driver.fill(result.data.ptr, 0xA5, result.nbytes)
                     graph.replay()
                     comm.synchronize()
                     for result, right in zip(results, expected, strict=True):

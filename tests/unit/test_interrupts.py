@@ -171,6 +171,31 @@ def test_a_slab_that_is_mapped_is_known(monkeypatch):
     assert mappings.address((1, 0)) == 4096
 
 
+def test_slabs_are_unmapped_behind_a_block_in_which_an_interrupt_comes(monkeypatch):
+    def trial(points: Points) -> Points:
+        closed = []
+        monkeypatch.setattr(driver, "close_memory", closed.append)
+        mappings = Mappings()
+        mappings.open((1, 0), b"4096", 100)
+
+        def held() -> None:
+            with mappings.holding():
+                pass
+
+        with suppress(KeyboardInterrupt):
+            points.run(held)
+        mappings.unmap_all()
+        assert closed == [4096], points.fired
+        return points
+
+    monkeypatch.setattr(driver, "open_memory", int)
+    monkeypatch.setattr(driver_calls, "allocation_bytes", lambda address: 100)
+    places = trial(Points()).seen
+    assert places
+    for key in places:
+        assert trial(Points(key)).fired
+
+
 def test_every_slab_is_unmapped(monkeypatch):
     closed = []
     monkeypatch.setattr(driver, "open_memory", int)

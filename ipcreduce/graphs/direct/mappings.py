@@ -62,7 +62,7 @@ class Mappings:
         self._places: dict[Key, Range] = {}  # of those in virtual memory
         self._uses: Counter[Key] = Counter()
         self._dropped: list[int] = []  # serial numbers of graphs whose slabs are still to be unmapped
-        self._holds = 0  # blocks of holding()
+        self._holds: set[object] = set()  # one for each block of holding()
         self._serial = 0
         self._lock = RLock()  # graphs are collected in any thread
         self._pins: dict[int, tuple[Callable[[], None], ...]] = {}  # by serial number: they free this rank's memory
@@ -99,15 +99,14 @@ class Mappings:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Unmap nothing in the block, where Python may collect the last graph of a slab. At its end, what is unused."""
-        with self._lock, uninterrupted():
-            self._holds += 1
+        hold = object()
         try:
+            self._holds.add(hold)  # and discard(): each in one step, if Ctrl-C comes
             yield
         finally:
-            with self._lock, uninterrupted():
-                self._holds -= 1
-                with suppress(CudaError):
-                    self._unmap_unused()
+            self._holds.discard(hold)
+            with self._lock, uninterrupted(), suppress(CudaError):
+                self._unmap_unused()
 
     def suspend(self) -> None:
         """Unmap the peers' virtual memory, and keep the addresses. :raises CudaError: if that fails."""
@@ -172,17 +171,18 @@ class Mappings:
         :raises CudaError: the last failure, once the others are unmapped. Then nothing is marked.
         """
         failed: CudaError | None = None
+        turn = object()
         while not self._holds:
             unused = [key for key in list(self._mapped) if self._uses[key] <= 0]
             dropped, self._dropped = self._dropped, []
             if not unused and not dropped:
                 break
-            self._holds += 1  # if Python collects a graph meanwhile, its slabs are for the next turn
+            self._holds.add(turn)  # if Python collects a graph meanwhile, its slabs are for the next turn
             try:
                 for key in unused:
                     failed = self._unmap(key) or failed
             finally:
-                self._holds -= 1
+                self._holds.discard(turn)
             if self.marks is not None and failed is None:
                 for serial in dropped:
                     self.marks.set(serial)

@@ -176,19 +176,18 @@ class CallSequence:
 
     @contextmanager
     def leaving(self, number: int, known: BaseException | None = None) -> Iterator[None]:
-        """Tell the peers, if the block raises, that this rank leaves call ``number``, in which they may wait for it.
-
-        They know of an IpcReduceError, and of ``known``: of these they are not told.
-        """
+        """Do :meth:`left` if the block raises."""
         try:
             yield
-        except IpcReduceError:
-            raise
         except BaseException as error:
-            if error is not known and self.unusable is None:
-                self._post(control_page.REFUSED, described(error), raised=True, call=number)
-                self._noted = faults.note(self.page, self.rank, error, self._noted)
+            self.left(number, error, known)
             raise
+
+    def left(self, number: int, error: BaseException, known: BaseException | None = None) -> None:
+        """Tell the peers, who know of an IpcReduceError and of ``known``, that this rank leaves call ``number``."""
+        if error is not known and self.unusable is None and not isinstance(error, IpcReduceError):
+            self._post(control_page.REFUSED, described(error), raised=True, call=number)
+            self._noted = faults.note(self.page, self.rank, error, self._noted)
 
     def _post(
         self, kind: int, text: str, of: int | None = None, *, raised: bool = False, call: int | None = None

@@ -122,10 +122,10 @@ class Graph:
         recording = Recording(self._name, current_streams.streams(backend.device.ordinal))
         deferred_free.flush()
         error: BaseException | None = None
-        began = False
+        number, ended = 0, False  # the call of which the peers are told if this rank leaves
         try:
             session.begin_recording(recording, backend, lambda: self._check_record(backend, recording.callers, inputs))
-            self._state, self._recording, current.graph, began = "recording", recording, self, True
+            self._state, self._recording, current.graph, number = "recording", recording, self, recording.number
             try:
                 open_recordings.append(self)
                 self._open(backend, recording)
@@ -141,21 +141,22 @@ class Graph:
             if error is not None:
                 error = explained(error, behind_a_break=bool(recording.segments))
             session.end_recording(recording, error)
+            self._held, self._state, ended = [*recording.held, inputs], "staged", True
+            assert self._resources is not None
+            session.recorded(self, self._resources, number)
+            number = session.calls.number + 1  # in which the peers launch the last segment
+            session.run_recording(last, recording)
         except BaseException as failed:
             if session.calls.recording is recording:  # interrupted between its begin and its end
                 recording.abandon()
-                with suppress(type(failed), IpcReduceError):
+                with suppress(type(failed), IpcReduceError), session.calls.leaving(recording.number, failed):
                     session.end_recording(recording, failed)
-            if began:
+            elif number:
+                session.calls.left(number, failed, error)
+            if number and not ended:
                 self._leave_recording()
                 self._end("failed")
             raise
-        self._held = [*recording.held, inputs]
-        self._state = "staged"
-        assert self._resources is not None
-        session.recorded(self, self._resources, recording.number)
-        with session.calls.leaving(session.calls.number + 1):  # the peers launch the last segment in this call
-            session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
         warn_about(self.segments)

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
+from ..calls import call_lock
+from ..calls.fault_marks import FaultMark
 from ..cuda import current_streams
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError
+from ..page.fingerprint import Fingerprint
 from ..process import refuse_copies
 from ..texts import kind_of, text_of
+from ..types import DEFAULT_STREAM
 from .address_check import CHECKS, Inputs
 from .addresses import item
 from .breaks import current, rehearsing, without_blocks
@@ -20,6 +24,8 @@ from .forward_context import MODES, ForwardContext, check_word, get_forward_cont
 from .graph import Graph
 from .pool import GraphPool
 from .session import GraphSession, HasSession, default_communicator, session_of
+
+_AGREEMENT = Fingerprint.of("comparison of a runner's recordings after an error")
 
 
 class GraphRunner:
@@ -60,6 +66,8 @@ class GraphRunner:
         self._record_new, self._copy_inputs = record_new, copy_inputs
         self._pool: GraphPool | None = None
         self._recorded: dict[Hashable, _Recorded] = {}
+        self._mark: FaultMark | None = None  # before the first recording
+        self._agreed: set[Hashable] | None = None  # descriptors, since the last fault; None: there was none
 
     @property
     def recordings(self) -> Mapping[Hashable, Graph]:
@@ -77,6 +85,9 @@ class GraphRunner:
         context = get_forward_context()
         if context is None or context.mode != self._mode:
             return self._function(*args, **kwargs)
+        mark = self._mark or self._set_mark()
+        if mark is not None and (self._agreed is not None or mark.is_passed()) and current.graph is None:
+            self._agree(mark, context.batch_descriptor)
         recorded = self._recorded.get(context.batch_descriptor)
         if recorded is not None:
             if self._copy_inputs and current.graph is None:  # else the replay is refused
@@ -99,6 +110,27 @@ class GraphRunner:
         with rehearsing(self._mode == "piecewise"):
             return self._function(*args, **kwargs)
 
+    def _set_mark(self) -> FaultMark | None:
+        session = self._session()
+        self._mark = None if session.backend is None else FaultMark(session.calls)
+        return self._mark
+
+    def _agree(self, mark: FaultMark, descriptor: Hashable) -> None:
+        """Drop the recording, if there is one, unless every rank has it: on some its launch has failed. Collective."""
+        if self._agreed is None or mark.is_passed():
+            self._agreed = set()
+        if descriptor not in self._agreed:
+            here = descriptor in self._recorded
+            if not call_lock.make(self._session().calls, self._is_everywhere, here) and here:
+                self._recorded.pop(descriptor).graph.close()
+            mark.move()
+            self._agreed.add(descriptor)
+
+    def _is_everywhere(self, here: bool) -> bool:
+        calls = self._session().calls
+        calls.enter(_AGREEMENT, DEFAULT_STREAM)
+        return all(calls.gather(calls.number, b"\1" * here))
+
     def _record(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph = Graph(
             self._comm, pool=self._pool, check=self._check, breaks=self._mode == "piecewise",
@@ -106,6 +138,8 @@ class GraphRunner:
         )  # fmt: skip
         with graph.record(self._inputs(context, args, kwargs)):
             outputs = self._function(*args, **kwargs)
+        assert self._mark is not None
+        self._mark.move()
         self._pool = graph.pool
         outputs = without_blocks(outputs, graph.pool)
         arguments = without_blocks([args, kwargs], graph.pool) if self._copy_inputs else None  # callers change lists

@@ -155,7 +155,7 @@ class GraphSession:
 
         :raises BaseException: ``error``, or :class:`PeerFailedError` or :class:`RankMismatchError`: see votes.py.
         """
-        with self.calls.lock, self.calls.leaving(recording.number, error):
+        with self.calls.lock:
             self.calls.recording = None
             stale: GraphStateError | None = None
             if error is not None:
@@ -346,7 +346,12 @@ class GraphSession:
         finally:
             self._capturing -= 1
         if self.direct is not None and not self._capturing:
-            self.direct.register()
+            number = calls.number + 1
+            try:  # no context manager, before whose block an interrupt could come
+                self.direct.register()
+            except BaseException as error:
+                calls.left(number, error)
+                raise
 
     # ---- memory
     def allocating(self, stream: Stream) -> AbstractContextManager[Any]:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from ..calls import call_lock
+from ..calls.fault_marks import FaultMark
 from ..communicator import Communicator
-from ..errors import ArgumentError, Reach, report
+from ..errors import ArgumentError, IpcReduceError, Reach, report
 from ..graphs.session import session_of
 from ..options import checked_sms
 from ..page.fingerprint import Fingerprint
@@ -49,7 +50,7 @@ class Buckets:
         self._comm, self._ways = comm, ways if comm.backend == "ipc" else ways[:1]
         self._trial = Trial(self._ways)
         self._calls = session_of(comm).calls
-        self._era = self._calls.page.era  # of the last pass
+        self._mark = FaultMark(self._calls)
         self._group = GroupCheck(comm)
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
         self._full: list[tuple[Any, Any]] = []  # buckets on the GPU that are not reduced yet, and their futures
@@ -72,7 +73,8 @@ class Buckets:
             if bucket.index() == 0:
                 self._full.clear()  # of a pass that has failed
                 self._watch_this_pass()
-                self._start_anew_after_a_fault()
+                if self._mark.is_passed():  # the pass that failed may have ended on some ranks, and counts there only
+                    self._trial = Trial(self._ways)
             tensor = bucket.buffer()
             is_on_gpu = tensor.is_cuda and tensor.layout is torch.strided  # the call refuses others, on every rank
             future = torch.futures.Future(devices=[tensor.device] if is_on_gpu else [])
@@ -80,7 +82,7 @@ class Buckets:
                 self._enter_stream(tensor)
                 self._full.append((tensor, future))
             times = self._trial.begin() if is_on_gpu and bucket.index() == 0 else None
-            begun = True  # from here on the calls tell the peers
+            begun = True  # from here on the calls tell the peers of their errors
             self._group.compare_once(torch.distributed.group.WORLD if group is None else group)
             if times is not None:
                 self._trial.settle(self._comm.allreduce(times, "max"))
@@ -89,19 +91,14 @@ class Buckets:
             if not is_on_gpu:
                 self._comm.allreduce(tensor, "avg", out=tensor)
                 future.set_result(tensor)
+            self._mark.move()
             return future
         except BaseException as error:
             if self._unfinished is not None:
                 self._unfinished.detach()
-            if not begun:
+            if not begun or not isinstance(error, IpcReduceError):  # which may have come between the calls
                 self._calls.fail(error, begun=False, foreign=True)
             raise
-
-    def _start_anew_after_a_fault(self) -> None:
-        """Begin another trial, since the pass that failed may have ended on some ranks, and counts there only."""
-        era = self._calls.page.era
-        if self._calls.raised or era != self._era:  # the ranks have not met since then, or they have
-            self._trial, self._era = Trial(self._ways), era
 
     def _enter_stream(self, tensor: Any) -> None:
         """Let the stream of the all-reduces wait for the present work on the current one, and keep the memory."""
@@ -204,15 +201,17 @@ class GroupCheck:
     def __init__(self, comm: Communicator) -> None:
         self._calls = session_of(comm).calls
         self._group: Any = None  # the one that has been compared
+        self._mark = FaultMark(self._calls)
 
     def compare_once(self, group: Any) -> None:
-        """Compare a process group with the communicator, unless it was the last one. Collective.
+        """Compare a process group with the communicator, unless it was the last one, without a fault since. Collective.
 
         :raises ArgumentError: on every rank, if they differ.
         """
-        if group is not self._group:
+        if group is not self._group or self._mark.is_passed():
             call_lock.make(self._calls, self._compare, group)
             self._group = group
+        self._mark.move()
 
     def _compare(self, group: Any) -> None:
         distributed, calls, number = torch.distributed, self._calls, self._calls.number

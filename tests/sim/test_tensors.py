@@ -20,7 +20,8 @@ def test_gradients(hold: Callable[..., None]) -> None:
         3, "buckets_behind_the_gradients", "buckets_beside_the_backward_pass", "a_bucket_that_is_dropped",
         "long_buckets_run_in_few_blocks", "ways_take_turns", "ways_after_a_failed_pass", "one_call_behind_the_pass",
         "sparse_gradients", "a_backward_pass_that_raises", "buckets_without_a_backward_pass",
-        "buckets_of_another_group",
+        "buckets_of_another_group", "a_group_that_one_rank_has_not_compared",
+        "an_interrupt_behind_the_call_of_a_bucket",
     )  # fmt: skip
 
 

@@ -109,10 +109,8 @@ class DirectGraphs:
                 call_lock.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
                 number = calls.number
                 segments = [segment for _, resources in recorded for segment in resources.segments]
-                with calls.leaving(number):
-                    call_lock.alone(calls, self._agree, number, segments, None)
-            with calls.leaving(number):
-                call_lock.alone(calls, self._register, number, [resources for _, resources in recorded])
+                call_lock.alone(calls, self._agree, number, segments, None)
+            call_lock.alone(calls, self._register, number, [resources for _, resources in recorded])
 
     def _register(self, number: int, recorded: list[Resources]) -> None:
         launches = self._backend.launches
@@ -283,7 +281,13 @@ class DirectGraphs:
         executables: dict[Segment, cuda_graph.Executable] = {}
         try:
             error = self._instantiate(chosen, executables)
-            self._confirm(number, error, "switching graphs to the direct kernel")
+            try:
+                self._confirm(number, error, "switching graphs to the direct kernel")
+            except IpcReduceError:
+                raise
+            except BaseException as left:  # the peers may have switched, to kernels that do not work with others
+                self._calls.lose(_LEFT, left)
+                raise
         except BaseException:
             with uninterrupted():
                 for executable in executables.values():

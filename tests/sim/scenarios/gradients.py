@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, errors
+from tests.shared.bounds import until
 from tests.sim.scenarios import WORLD
 from tests.sim.scenarios.common import LAST, RANK, SIZE, TOTAL, delay, raises, works
 from tests.simulated import pytorch as torch
@@ -32,7 +34,7 @@ def hooked(*ways: Any) -> Iterator[tuple[Communicator, Hook]]:
         works(comm)
         hook = ddp.Buckets(comm, ways or (8,))
         with BackwardPass():
-            averaged(hook.average(None, bucket_of(RANK + 1, is_last=ways == (ddp._BEHIND,))))
+            averaged(hook.average(None, bucket_of(RANK + 1, is_last=ways[:1] == (ddp._BEHIND,))))
         yield comm, hook
 
 
@@ -92,8 +94,8 @@ def ways_take_turns() -> None:
 
 def ways_after_a_failed_pass() -> None:
     """The ranks begin with the first way again, although the pass has ended on all of them but one."""
-    for meets in (0, 1):  # in the next pass, or before
-        with hooked(*ddp._WAYS) as (comm, hook):
+    for met, ways in itertools.product(("by all", "by one", "in the next pass"), (ddp._WAYS, ddp._WAYS[::-1])):
+        with hooked(*ways) as (comm, hook):
             with raises(KeyError if RANK == LAST else errors.PeerFailedError), BackwardPass():
                 hook.average(None, bucket_of(RANK + 1))
                 if RANK != LAST:
@@ -102,14 +104,16 @@ def ways_after_a_failed_pass() -> None:
                 if RANK == LAST:
                     raise KeyError
                 comm.synchronize()
-            if meets:
-                works(comm)
+            if met == "by all" or (met == "by one" and RANK == LAST):
+                comm.recover()
             chosen = []
             for _ in range(6):
                 with BackwardPass():
-                    averaged(hook.average(None, bucket_of(RANK + 1, is_last=True)))
+                    futures = [hook.average(None, bucket_of(RANK + 1, index, is_last=index == 1)) for index in range(2)]
                     chosen.append(hook._trial.way)
-            assert chosen == [ddp._WAYS[0], *2 * ddp._WAYS][meets : meets + 6], chosen
+                    for future in futures:
+                        averaged(future)
+            assert chosen == [*2 * ways], chosen
 
 
 def one_call_behind_the_pass() -> None:
@@ -222,9 +226,45 @@ def buckets_of_another_group() -> None:
         works(comm)
 
 
+def a_group_that_one_rank_has_not_compared() -> None:
+    """Behind the error it is compared again, also by those who have compared it."""
+    with hooked() as (comm, _):
+        hook, calls = ddp.Buckets(comm, (8,)), comm._state.calls
+        gather = calls.gather
+
+        def interrupted(*given: Any) -> list[bytes]:
+            found: list[bytes] = gather(*given)
+            WORLD.Barrier()
+            if RANK == LAST:
+                raise KeyError
+            return found
+
+        with (
+            raises(KeyError if RANK == LAST else errors.PeerFailedError),
+            mock.patch.object(calls, "gather", interrupted), BackwardPass(),
+        ):  # fmt: skip
+            hook.average(None, bucket_of(RANK + 1))
+            comm.synchronize()
+        for _ in range(2):
+            with BackwardPass():
+                averaged(hook.average(None, bucket_of(RANK + 1)))
+
+
+def an_interrupt_behind_the_call_of_a_bucket() -> None:
+    """The others are told, although every call was right."""
+    with hooked() as (comm, hook):
+        end = KeyError if RANK == LAST else None
+        with raises(end or errors.PeerFailedError, *() if end else (f"rank {LAST} raised an error",)), BackwardPass():
+            with mock.patch.object(hook._trial, "end", side_effect=end):
+                averaged(hook.average(None, bucket_of(RANK + 1, is_last=True)))
+            until(lambda: comm._state.calls.page.aborted, "the word of it")
+            works(comm)
+        works(comm)
+
+
 SCENARIOS = [
     buckets_behind_the_gradients, buckets_beside_the_backward_pass, a_bucket_that_is_dropped,
     a_backward_pass_that_raises, buckets_without_a_backward_pass, buckets_of_another_group,
     long_buckets_run_in_few_blocks, ways_take_turns, ways_after_a_failed_pass, one_call_behind_the_pass,
-    sparse_gradients,
+    sparse_gradients, a_group_that_one_rank_has_not_compared, an_interrupt_behind_the_call_of_a_bucket,
 ]  # fmt: skip

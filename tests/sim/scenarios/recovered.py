@@ -5,14 +5,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph, Map, errors
+from ipcreduce import Communicator, Graph, GraphRunner, Map, errors, forward_context
+from ipcreduce.device import deferred_free
+from ipcreduce.graphs.direct.registration import DirectGraphs
 from tests.shared import clock
 from tests.shared.bounds import HANG, until
-from tests.sim.scenarios.common import LAST, RANK, SIZE, TOTAL, WORLD, environment, error_of, mine, raises, told, works
+from tests.sim.scenarios.common import (
+    LAST,
+    RANK,
+    SIZE,
+    TOTAL,
+    WORLD,
+    environment,
+    error_of,
+    mine,
+    raises,
+    right,
+    told,
+    works,
+)
 from tests.simulated import machine_streams
 
 BEHIND = 6  # calls that the other ranks put behind the one that fails
@@ -218,7 +234,63 @@ def recovered_recordings() -> None:
         works(comm)
 
 
+def recordings_of_some_ranks() -> None:
+    """A runner has no recording on the rank on which its launch has failed. Behind that all ranks record again."""
+    for met in ("by one", "in the next turn"):
+        with Communicator() as comm:
+            source, runner, session = mine(), GraphRunner(comm.allreduce, comm), comm._state.session
+            usual, ends = session.run_recording, KeyError if RANK == LAST else errors.PeerFailedError
+
+            def failing(*given: Any) -> None:
+                if RANK != LAST:
+                    usual(*given)  # noqa: B023
+                WORLD.Barrier()
+                if RANK == LAST:
+                    raise KeyError
+
+            def turn(descriptor: int) -> None:
+                with forward_context(descriptor):
+                    total = runner(source)  # noqa: B023
+                comm.synchronize()
+                right(total)
+
+            turn(1)
+            with mock.patch.object(session, "run_recording", failing), raises(ends):
+                turn(2)
+            assert len(runner.recordings) == 2 - (RANK == LAST)
+            if met == "by one" and RANK == LAST:
+                comm.recover()
+            first = runner.recordings[1]
+            for descriptor in (1, 2, 3, 2, 1, 3):
+                turn(descriptor)
+            assert len(runner.recordings) == 3
+            assert runner.recordings[1] is first, "a recording of every rank was made again"
+            runner.close()
+
+
+def registered_on_some_ranks() -> None:
+    """Direct kernels and others do not work together: the communicator is lost."""
+    with Communicator(algorithm="direct") as comm:
+        usual, ends = DirectGraphs._confirm, KeyError if RANK == LAST else errors.PeerLostError
+
+        def interrupted(self: Any, number: int, error: Any, what: str) -> None:
+            usual(self, number, error, what)
+            if what.startswith("switching"):
+                WORLD.Barrier()
+                if RANK == LAST:
+                    raise KeyError
+
+        with mock.patch.object(DirectGraphs, "_confirm", interrupted), raises(ends):
+            with Graph(comm).record():
+                comm.allreduce(mine())
+            comm.synchronize()
+        with raises(errors.PeerLostError):
+            works(comm)
+    WORLD.Barrier()
+    deferred_free.flush()  # a peer may have had this rank's memory mapped as this rank closed
+
+
 SCENARIOS = [
     refused_behind_queued_calls, late_behind_queued_calls, late_on_the_stream, recovered_synchronously,
-    recovered_with_graphs_of_others, recovered_recordings,
+    recovered_with_graphs_of_others, recovered_recordings, recordings_of_some_ranks, registered_on_some_ranks,
 ]  # fmt: skip

@@ -147,12 +147,7 @@ class Graph:
             number = session.calls.number + 1  # in which the peers launch the last segment
             session.run_recording(last, recording)
         except BaseException as failed:
-            if session.calls.recording is recording:  # interrupted between its begin and its end
-                recording.abandon()
-                with suppress(type(failed), IpcReduceError), session.calls.leaving(recording.number, failed):
-                    session.end_recording(recording, failed)
-            elif number:
-                session.calls.left(number, failed, error)
+            self._tell(recording, number, failed, error)
             if number and not ended:
                 self._leave_recording()
                 self._end("failed")
@@ -160,6 +155,18 @@ class Graph:
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
         warn_about(self.segments)
+
+    def _tell(
+        self, recording: Recording, number: int, error: BaseException, known: BaseException | None
+    ) -> None:  # fmt: skip
+        """Tell the peers, who know of ``known``, that ``error`` ends record(), in call ``number``; 0: none has begun."""
+        session = self._session
+        if session.calls.recording is recording:  # interrupted between its begin and its end
+            recording.abandon()
+            with suppress(type(error), IpcReduceError), session.calls.leaving(recording.number, error):
+                session.end_recording(recording, error)
+        elif number:
+            session.calls.left(number, error, known)
 
     def _check_record(self, backend: DeviceBackend | None, callers: list[Stream], inputs: Inputs) -> None:
         if backend is not None:

@@ -159,7 +159,7 @@ class Graph:
     def _tell(
         self, recording: Recording, number: int, error: BaseException, known: BaseException | None
     ) -> None:  # fmt: skip
-        """Tell the peers, who know of ``known``, that ``error`` ends record(), in call ``number``; 0: none has begun."""
+        """Tell the peers, who know of ``known``, that ``error`` ends record() in call ``number``; 0: none has begun."""
         session = self._session
         if session.calls.recording is recording:  # interrupted between its begin and its end
             recording.abandon()

@@ -84,7 +84,8 @@ class Points:
                 self._states.pop(id(frame), None)
             elif event == "opcode":
                 now, last = frame.f_lasti, state.last
-                if not state.inlined and (last < 0 or _LOOKS[frame.f_code.co_code[last]]):
+                looks = not state.inlined and (last < 0 or _LOOKS[frame.f_code.co_code[last]])
+                if looks and frame.f_lineno is not None:  # None: Python closes a generator, and ignores what is raised
                     self._visit((state.way, now), frame.f_code, frame.f_lineno)
                 state.last, state.inlined = now, False
             return step

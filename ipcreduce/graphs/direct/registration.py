@@ -281,21 +281,19 @@ class DirectGraphs:
         executables: dict[Segment, cuda_graph.Executable] = {}
         try:
             error = self._instantiate(chosen, executables)
-            try:
-                self._confirm(number, error, "switching graphs to the direct kernel")
-            except IpcReduceError:
-                raise
-            except BaseException as left:  # the peers may have switched, to kernels that do not work with others
-                self._calls.lose(_LEFT, left)
-                raise
-        except BaseException:
+            self._confirm(number, error, "switching graphs to the direct kernel")
             with uninterrupted():
+                self._use(chosen, executables)
+                executables.clear()
+        except BaseException as left:
+            with uninterrupted():
+                # The peers may have switched, to kernels that do not work with others.
+                if executables and not isinstance(left, IpcReduceError):
+                    self._calls.lose(_LEFT, left)
                 for executable in executables.values():
                     with suppress(CudaError):
                         executable.close()
             raise
-        with uninterrupted():
-            self._use(chosen, executables)
 
     def _instantiate(
         self, chosen: list[_Chosen], executables: dict[Segment, cuda_graph.Executable]

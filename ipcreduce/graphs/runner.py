@@ -25,8 +25,6 @@ from .graph import Graph
 from .pool import GraphPool
 from .session import GraphSession, HasSession, default_communicator, session_of
 
-_AGREEMENT = Fingerprint.of("comparison of a runner's recordings after an error")
-
 
 class GraphRunner:
     """A wrapper that calls ``function`` by replaying recordings of it.
@@ -121,15 +119,17 @@ class GraphRunner:
             self._agreed = set()
         if descriptor not in self._agreed:
             here = descriptor in self._recorded
-            if not call_lock.make(self._session().calls, self._is_everywhere, here) and here:
+            if not call_lock.make(self._session().calls, self._is_everywhere, descriptor, here) and here:
                 self._recorded.pop(descriptor).graph.close()
             mark.move()
             self._agreed.add(descriptor)
 
-    def _is_everywhere(self, here: bool) -> bool:
-        calls = self._session().calls
-        calls.enter(_AGREEMENT, DEFAULT_STREAM)
-        return all(calls.gather(calls.number, b"\1" * here))
+    def _is_everywhere(self, descriptor: Hashable, here: bool) -> bool:
+        calls, fingerprint = self._session().calls, Fingerprint.of(f"comparison of graph {text_of(descriptor)}")
+        calls.enter(fingerprint, DEFAULT_STREAM)
+        everyone = calls.gather(calls.number, b"\1" * here)
+        calls.compare(fingerprint)
+        return all(everyone)
 
     def _record(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph = Graph(

@@ -528,7 +528,7 @@ FAULTS = [
         "packets.cuh",
         "return table.packets[peer_rank(i)];",
         "return table.members[0].width[peer_rank(i)] ? table.packets[peer_rank(i)] : 0;",
-        (TSAN,),
+        (TSAN, "value"),
         [ONE_SHOT, GATHER],
     ),
     Fault(

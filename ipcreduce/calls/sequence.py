@@ -54,12 +54,22 @@ class CallSequence:
         self.within = False  # this and the next: see call_lock.py
         self.nested: list[partial[Any]] = []
         self._noted = 0  # see faults.note
+        self._meetings = 0
         self._right = RightCalls()
         self._take(page, backends)
 
     def _take(self, page: Page, backends: Sequence[Backend]) -> None:
         self.page, self._backends = page, backends
         self._rounds = Rounds(page)
+
+    @property
+    def faults(self) -> int:
+        """The number of faults of which the program has heard: the same on all ranks that make a call together.
+
+        What a rank keeps because of a call is in doubt once this changes: on another rank that call may have failed.
+        It does not change when the ranks meet, which may be in ``recover()`` on some, and in their next call on others.
+        """
+        return self._meetings + self.raised
 
     # ---- making a call
     def check_usable(self) -> None:
@@ -173,15 +183,6 @@ class CallSequence:
                 self.raise_pending()
                 self._resynchronise()
         self._post(control_page.REFUSED, described(error), raised=True)
-
-    @contextmanager
-    def leaving(self, number: int, known: BaseException | None = None) -> Iterator[None]:
-        """Do :meth:`left` if the block raises."""
-        try:
-            yield
-        except BaseException as error:
-            self.left(number, error, known)
-            raise
 
     def left(self, number: int, error: BaseException, known: BaseException | None = None) -> None:
         """Tell the peers, who know of an IpcReduceError and of ``known``, that this rank leaves call ``number``."""
@@ -316,7 +317,7 @@ class CallSequence:
         with self.losing("it left the resynchronisation after a fault"):
             number, last_round = self._start_anew(clock.now() + max(self.timeout, _PATIENCE_SECONDS))
             self.number, self._rounds.last = number - (not is_call), last_round  # no interrupt can come in between
-            self.raised, self._noted = False, 0
+            self._meetings, self.raised, self._noted = self._meetings + 1, False, 0
 
     def _start_anew(self, deadline: float) -> tuple[int, int]:
         """Bring all ranks and what they use to the state of start-up, and the page with them. Collective.

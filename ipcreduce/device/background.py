@@ -94,7 +94,7 @@ def start(anew: bool = False) -> bool:
     """
     global _jobs
     with _turn:
-        if not anew and _NAME in [thread.name for thread in list(running.values())]:
+        if not anew and any(thread.name == _NAME for thread in list(running.values())):
             return True
         before, _jobs = _jobs, queue.SimpleQueue()  # first: an interrupt in start() may come when the thread runs
         try:

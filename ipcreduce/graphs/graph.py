@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
@@ -122,7 +122,7 @@ class Graph:
         recording = Recording(self._name, current_streams.streams(backend.device.ordinal))
         deferred_free.flush()
         error: BaseException | None = None
-        number, ended = 0, False  # the call of which the peers are told if this rank leaves
+        number, ended = 0, False  # number: of the call in which the peers may wait for this rank
         try:
             session.begin_recording(recording, backend, lambda: self._check_record(backend, recording.callers, inputs))
             self._state, self._recording, current.graph, number = "recording", recording, self, recording.number
@@ -160,13 +160,17 @@ class Graph:
         self, recording: Recording, number: int, error: BaseException, known: BaseException | None
     ) -> None:  # fmt: skip
         """Tell the peers, who know of ``known``, that ``error`` ends record() in call ``number``; 0: none has begun."""
-        session = self._session
-        if session.calls.recording is recording:  # interrupted between its begin and its end
+        session, calls = self._session, self._session.calls
+        if calls.recording is recording:  # interrupted between its begin and its end
             recording.abandon()
-            with suppress(type(error), IpcReduceError), session.calls.leaving(recording.number, error):
+            try:
                 session.end_recording(recording, error)
+            except BaseException as second:
+                calls.left(recording.number, second, error)
+                if not isinstance(second, (type(error), IpcReduceError)):
+                    raise
         elif number:
-            session.calls.left(number, error, known)
+            calls.left(number, error, known)
 
     def _check_record(self, backend: DeviceBackend | None, callers: list[Stream], inputs: Inputs) -> None:
         if backend is not None:

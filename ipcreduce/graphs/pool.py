@@ -185,7 +185,7 @@ class GraphPool:
     # ---- memory that is given back: see Pools
     @contextmanager
     def _places(self) -> Iterator[list[Range]]:
-        """The addresses of the slabs. None goes in the block, where Python may collect the last graph of the pool."""
+        """The addresses of the slabs, which stay in the block even if Python collects the last graph of the pool."""
         self.retain()
         try:
             with self._lock:

@@ -8,7 +8,7 @@ from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 from ..calls import call_lock
-from ..calls.fault_marks import FaultMark
+from ..calls.sequence import CallSequence
 from ..cuda import current_streams
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError
@@ -64,7 +64,8 @@ class GraphRunner:
         self._record_new, self._copy_inputs = record_new, copy_inputs
         self._pool: GraphPool | None = None
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._mark: FaultMark | None = None  # before the first recording
+        self._calls: CallSequence | None = None  # from this runner's first call on
+        self._faults = 0  # as of the last call
         self._agreed: set[Hashable] | None = None  # descriptors, since the last fault; None: there was none
 
     @property
@@ -83,9 +84,9 @@ class GraphRunner:
         context = get_forward_context()
         if context is None or context.mode != self._mode:
             return self._function(*args, **kwargs)
-        mark = self._mark or self._set_mark()
-        if mark is not None and (self._agreed is not None or mark.is_passed()) and current.graph is None:
-            self._agree(mark, context.batch_descriptor)
+        calls = self._calls
+        if calls is None or calls.faults:
+            self._agree(context.batch_descriptor)
         recorded = self._recorded.get(context.batch_descriptor)
         if recorded is not None:
             if self._copy_inputs and current.graph is None:  # else the replay is refused
@@ -108,20 +109,20 @@ class GraphRunner:
         with rehearsing(self._mode == "piecewise"):
             return self._function(*args, **kwargs)
 
-    def _set_mark(self) -> FaultMark | None:
+    def _agree(self, descriptor: Hashable) -> None:
+        """After a fault, drop a recording that some rank lacks, as its launch may have failed there. Collective."""
         session = self._session()
-        self._mark = None if session.backend is None else FaultMark(session.calls)
-        return self._mark
-
-    def _agree(self, mark: FaultMark, descriptor: Hashable) -> None:
-        """Drop the recording, if there is one, unless every rank has it: on some its launch has failed. Collective."""
-        if self._agreed is None or mark.is_passed():
-            self._agreed = set()
+        faults = session.calls.faults
+        if self._calls is None:  # there is no recording yet
+            self._calls, self._faults = session.calls, faults
+        elif faults != self._faults:
+            self._faults, self._agreed = faults, set()
+        if self._agreed is None or session.backend is None or current.graph is not None:
+            return
         if descriptor not in self._agreed:
             here = descriptor in self._recorded
-            if not call_lock.make(self._session().calls, self._is_everywhere, descriptor, here) and here:
+            if not call_lock.make(session.calls, self._is_everywhere, descriptor, here) and here:
                 self._recorded.pop(descriptor).graph.close()
-            mark.move()
             self._agreed.add(descriptor)
 
     def _is_everywhere(self, descriptor: Hashable, here: bool) -> bool:
@@ -138,8 +139,6 @@ class GraphRunner:
         )  # fmt: skip
         with graph.record(self._inputs(context, args, kwargs)):
             outputs = self._function(*args, **kwargs)
-        assert self._mark is not None
-        self._mark.move()
         self._pool = graph.pool
         outputs = without_blocks(outputs, graph.pool)
         arguments = without_blocks([args, kwargs], graph.pool) if self._copy_inputs else None  # callers change lists

@@ -159,10 +159,10 @@ class _Watchdog:
     def _poll(self) -> select.poll:
         """A wait for the pipe, for processes and for connections."""
         found = select.poll()
-        ours = [*(self._pipe or ())[:1], *(process.pidfd for process in list(self._processes.values()))]
+        ours = [*(self._pipe or ())[:1], *[process.pidfd for process in list(self._processes.values())]]
         for descriptor in [one.number for one in ours if one.is_ours]:
             found.register(descriptor, select.POLLIN)
-        for watch in list(self._watches):
+        for watch in self._watches:
             for descriptor in watch.mirror.descriptors():
                 found.register(descriptor, select.POLLIN)
         return found

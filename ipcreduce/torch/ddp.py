@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from ..calls import call_lock
-from ..calls.fault_marks import FaultMark
 from ..communicator import Communicator
 from ..errors import ArgumentError, IpcReduceError, Reach, report
 from ..graphs.session import session_of
@@ -50,7 +49,7 @@ class Buckets:
         self._comm, self._ways = comm, ways if comm.backend == "ipc" else ways[:1]
         self._trial = Trial(self._ways)
         self._calls = session_of(comm).calls
-        self._mark = FaultMark(self._calls)
+        self._faults = self._calls.faults  # as of this pass
         self._group = GroupCheck(comm)
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
         self._full: list[tuple[Any, Any]] = []  # buckets on the GPU that are not reduced yet, and their futures
@@ -73,8 +72,8 @@ class Buckets:
             if bucket.index() == 0:
                 self._full.clear()  # of a pass that has failed
                 self._watch_this_pass()
-                if self._mark.is_passed():  # the pass that failed may have ended on some ranks, and counts there only
-                    self._trial = Trial(self._ways)
+                if self._faults != self._calls.faults:  # some ranks may have counted a pass that failed on others
+                    self._faults, self._trial = self._calls.faults, Trial(self._ways)
             tensor = bucket.buffer()
             is_on_gpu = tensor.is_cuda and tensor.layout is torch.strided  # the call refuses others, on every rank
             future = torch.futures.Future(devices=[tensor.device] if is_on_gpu else [])
@@ -91,12 +90,11 @@ class Buckets:
             if not is_on_gpu:
                 self._comm.allreduce(tensor, "avg", out=tensor)
                 future.set_result(tensor)
-            self._mark.move()
             return future
         except BaseException as error:
             if self._unfinished is not None:
                 self._unfinished.detach()
-            if not begun or not isinstance(error, IpcReduceError):  # which may have come between the calls
+            if not begun or not isinstance(error, IpcReduceError):  # Ctrl-C, say, which may come between two calls
                 self._calls.fail(error, begun=False, foreign=True)
             raise
 
@@ -201,17 +199,18 @@ class GroupCheck:
     def __init__(self, comm: Communicator) -> None:
         self._calls = session_of(comm).calls
         self._group: Any = None  # the one that has been compared
-        self._mark = FaultMark(self._calls)
+        self._faults = 0  # as of then
 
     def compare_once(self, group: Any) -> None:
-        """Compare a process group with the communicator, unless it was the last one, without a fault since. Collective.
+        """Compare a process group with the communicator, unless it was the last one and no fault has come since.
+
+        Collective.
 
         :raises ArgumentError: on every rank, if they differ.
         """
-        if group is not self._group or self._mark.is_passed():
+        if group is not self._group or self._calls.faults != self._faults:
             call_lock.make(self._calls, self._compare, group)
-            self._group = group
-        self._mark.move()
+            self._group, self._faults = group, self._calls.faults
 
     def _compare(self, group: Any) -> None:
         distributed, calls, number = torch.distributed, self._calls, self._calls.number

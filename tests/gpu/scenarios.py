@@ -278,7 +278,7 @@ def captured_on(comm: Any, count: int, stream: Any, other: Any) -> None:
 
 
 def kinds_of_edges(graph: int) -> list[int]:
-    """By the driver itself: bindings 12.9.4 give another type for the first edge."""
+    """The types of a graph's edges, from the driver itself: bindings 12.9.4 give a wrong one for the first edge."""
     edges_of, count = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2, ctypes.c_size_t()
     assert edges_of(ctypes.c_void_p(graph), None, None, None, ctypes.byref(count)) == 0
     nodes, edges = np.zeros((2, count.value), np.uint64), np.zeros((count.value, 8), np.uint8)  # two ports, the type

@@ -154,6 +154,18 @@ class Communicators:
 
         return act
 
+    def capture(self) -> Act:
+        """A recording whose graph is registered apart, at the end of ``capture()``."""
+        array, comm = mine(), self.open()
+
+        def act() -> None:
+            with Graph(comm) as graph:
+                with comm.capture(), graph.record():
+                    comm.allreduce(array)
+                comm.synchronize()
+
+        return act
+
     def runner(self) -> Act:
         """A recording with a break by a runner, and its replay."""
         array, comm, pause = mine(), self.open(), eager_break(lambda: None)
@@ -213,7 +225,7 @@ class Communicators:
 
 SPLITS = "allgather", "reduce_scatter", "broadcast", "split_list"
 HOST = ("call", "cached", "list", "expression", "norm", *SPLITS, "recover", "closing", "starting")
-SIMULATED = (*HOST, "record", "runner", "replay", "ending", "suspend", "resume")
+SIMULATED = (*HOST, "record", "capture", "runner", "replay", "ending", "suspend", "resume")
 
 
 def held() -> dict[str, int]:

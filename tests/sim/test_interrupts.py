@@ -12,8 +12,8 @@ def test_all_go_on(mpirun: Callable) -> None:
 
 
 def test_recordings_that_are_registered(mpirun: Callable) -> None:
-    output = mpirun("tests.interrupts", 2, "--algorithm", "direct", "--every", 50, "record").stdout
-    assert " lost, right" in output, output
+    output = mpirun("tests.interrupts", 2, "--algorithm", "direct", "--every", 80, "record", "capture").stdout
+    assert output.count(" lost, right") == 2, output
 
 
 def test_memory_that_is_given_back(mpirun: Callable) -> None:

@@ -36,7 +36,7 @@ _SHOWN = 5  # lines of what a tool has found
 
 
 def ranks_of(kernel: str) -> int:
-    """Two, or the fewest that take the kernel."""
+    """The number of ranks: two, or the fewest that take the kernel."""
     return 3 if kernel == "spread" else 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.errors import PeerFailedError, PeerLostError
-from ipcreduce.page import control_page, rounds, shared_files
+from ipcreduce.page import control_page, records, rounds, shared_files
 from ipcreduce.page.control_page import Page
 from ipcreduce.page.layout import CHUNK_BYTES
 from ipcreduce.page.rounds import Left, Rounds
@@ -285,3 +286,30 @@ def test_pages_do_not_share_anything():
         shared_files.remove(page.path)
     assert Rounds(one).gather(b"a", gone) == [b"a"]
     assert other.read_round(1) == [None]
+
+
+def test_a_finaliser_comes_to_a_fence_within_another_one():
+    """It runs at any instruction of the same thread, which would wait for itself."""
+    seen = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal seen
+        if frame.f_code is records.fence.__code__:
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                sys.settrace(None)
+                records.fence()
+                seen += 1
+                sys.settrace(trace)
+        return trace
+
+    def fenced() -> None:
+        sys.settrace(trace)
+        records.fence()
+        sys.settrace(None)
+
+    thread = threading.Thread(target=fenced, daemon=True)
+    thread.start()
+    thread.join(HANG)
+    assert not thread.is_alive()
+    assert seen > 5

@@ -504,6 +504,31 @@ def test_a_watch_that_ends_in_the_watchdogs_own_thread(ranks: Make, monkeypatch:
     assert happens(lambda: watch.lost), "a later watch begins anew"
 
 
+def test_a_watch_that_ends_in_the_middle_of_a_turn():
+    """By a finaliser in the watchdog's thread: what the thread goes through changes meanwhile."""
+    own, ended = watchdog._Watchdog(), list[int]()
+
+    class Descriptor:
+        number = 0
+
+        def __init__(self, pid: int) -> None:
+            self._pid = pid
+
+        @property
+        def is_ours(self) -> bool:
+            for pid in [*own._processes]:
+                own._end(pid)
+            return True
+
+        def close(self) -> None:
+            ended.append(self._pid)
+
+    own._processes.update({pid: watchdog._Process(Descriptor(pid)) for pid in (1, 2)})  # type: ignore[arg-type]
+    own._restore()
+    own._end(1)
+    assert ended == [1, 2]
+
+
 def mirrored() -> tuple[Page, Mirror, socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

@@ -98,10 +98,11 @@ class Mappings:
     # ---- memory that is given back: see graphs/pools.py
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Unmap nothing in the block, where Python may collect the last graph of a slab. At its end, what is unused."""
+        """Unmap nothing in the block, where Python may collect the last graph of a slab. Then unmap what is unused."""
         hold = object()
         try:
-            self._holds.add(hold)  # and discard(): each in one step, if Ctrl-C comes
+            with self._lock:
+                self._holds.add(hold)
             yield
         finally:
             self._holds.discard(hold)
@@ -190,7 +191,7 @@ class Mappings:
             raise failed
 
     def _unmap(self, key: Key) -> CudaError | None:
-        """Returns the failure, unless it leaves memory mapped that its owner may free all the same: virtual memory."""
+        """Unmap a slab, and return what has failed, unless its owner may free it all the same: virtual memory."""
         del self._uses[key]
         place, address = self._places.pop(key, None), self._mapped.pop(key)
         try:

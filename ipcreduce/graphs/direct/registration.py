@@ -284,7 +284,7 @@ class DirectGraphs:
             self._confirm(number, error, "switching graphs to the direct kernel")
             with uninterrupted():
                 self._use(chosen, executables)
-                executables.clear()
+                executables.clear()  # they are the graphs' now
         except BaseException as left:
             with uninterrupted():
                 # The peers may have switched, to kernels that do not work with others.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..types import Event
-from .driver import Launch, call, load, newest
+from .driver import Launch, call, fail, load, newest
 
 _PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
@@ -33,10 +36,14 @@ def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int
 
 def lets_start_early(node: int) -> bool:
     """True if a node after this one is a kernel that was launched programmatically, to start before this one ends."""
-    handle, query = load().CUgraphNode(node), newest("cuGraphNodeGetDependentNodes")
-    count = call(query, handle)[-1]
-    edges = call(query, handle, count)[1] if count else []
-    return any(int(edge.type) == _PROGRAMMATIC for edge in edges)
+    count = call(newest("cuGraphNodeGetDependentNodes"), load().CUgraphNode(node))[-1]
+    # Bindings 12.9.1 to 12.9.6, 13.0 and 13.1 give edges in memory that they have freed already.
+    nodes, edges = np.empty(count, np.uint64), np.empty((count, 8), np.uint8)  # two ports, the type
+    query = ctypes.CDLL("libcuda.so.1").cuGraphNodeGetDependentNodes_v2
+    pointers = (ctypes.c_void_p(one.ctypes.data) for one in (nodes, edges))
+    if code := query(ctypes.c_void_p(node), *pointers, ctypes.byref(ctypes.c_size_t(count))):
+        fail("cuGraphNodeGetDependentNodes_v2", load().CUresult(code))
+    return _PROGRAMMATIC in edges[:, 2]
 
 
 class Executable:

@@ -241,8 +241,8 @@ def _names(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     said = {id(node.args[0]) for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_said(node)}
     for node in ast.walk(tree):
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-        of_cupy = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("cupy.")
-        if isinstance(name, str) and _OF_BINDINGS.fullmatch(name) and id(node) not in said and not of_cupy:
+        of_others = isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("cupy.", "ctypes."))
+        if isinstance(name, str) and _OF_BINDINGS.fullmatch(name) and id(node) not in said and not of_others:
             yield node, name
 
 

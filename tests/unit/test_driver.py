@@ -140,3 +140,26 @@ def test_a_launch_as_a_graph_of_its_own(bindings: Any, failing: str):
     executable.close()
     assert calls[-1] == ("cuGraphExecDestroy", 7)
     assert not executable.handle, "which is an error to launch"
+
+
+@pytest.mark.parametrize("types_of_edges", [[], [0], [1], [0, 0, 1], [0, 0, 0]])
+def test_edges_are_read_where_the_driver_wrote_them(
+    bindings: Any, monkeypatch: pytest.MonkeyPatch, types_of_edges: Any
+):
+    """Some bindings give edges in memory that they have freed."""
+
+    def query(node: ctypes.c_void_p, nodes: ctypes.c_void_p, edges: ctypes.c_void_p, count: Any) -> int:
+        assert (node.value, count._obj.value) == (7, len(types_of_edges))
+        for place, kind in enumerate(types_of_edges):
+            ctypes.memmove(edges.value + 8 * place, bytes([1, 1, kind, 1, 1, 1, 1, 1]), 8)
+        ctypes.memset(nodes.value, 1, 8 * len(types_of_edges))
+        return failing
+
+    failing, library = 0, types.SimpleNamespace(cuGraphNodeGetDependentNodes_v2=query)
+    monkeypatch.setattr(graph.ctypes, "CDLL", lambda name: library)
+    answers = {"cuGraphNodeGetDependentNodes": lambda node: (0, None, None, len(types_of_edges)), "CUgraphNode": int}
+    bindings(Bindings(**answers, CUresult=int, cuGetErrorString=lambda code: (0, b"bad node")))
+    assert graph.lets_start_early(7) == (1 in types_of_edges)
+    failing = 1
+    with pytest.raises(CudaError, match=r"cuGraphNodeGetDependentNodes_v2.*bad node"):
+        graph.lets_start_early(7)

@@ -201,7 +201,10 @@ def _choose_backend(
             if started.backend is not None and wanted is None and len({*hosts}) == 1:  # over several it has to be
                 warn(f"NCCL is used in place of ipcreduce's kernels: {reason}")
     if wanted in ("ipc", "nccl") and started.backend is None:
-        raise UnsupportedError(f"backend {wanted} was asked for, and cannot be: {reasons[wanted]}")
+        raise UnsupportedError(
+            f"backend {wanted} was asked for, and cannot be: {reasons[wanted]}. To get the best one that works here, "
+            "leave backend= and IPCREDUCE_BACKEND away"
+        )
 
 
 def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, Any]:

@@ -1,4 +1,5 @@
-"""Train a model that ``fully_shard`` has split among the ranks: ``mpirun -n 2 python mpi_examples/train_fsdp.py``.
+# mpirun -n 2 python mpi_examples/train_fsdp.py
+"""Train a model that ``fully_shard`` has split among the ranks.
 
 The same model is trained whole, on the whole batch, by one process: the losses are the same.
 """
@@ -7,13 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 
-import torch
-import torch.distributed as dist
+try:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+except ImportError:
+    print("this example needs PyTorch: pip install torch")
+    sys.exit(0)
 from mpi4py import MPI
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import ipcreduce
 import ipcreduce.torch

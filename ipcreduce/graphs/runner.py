@@ -56,9 +56,7 @@ class GraphRunner:
             raise ArgumentError(f"function must be callable, not {kind_of(function)}. Pass GraphRunner(function, comm)")
         if comm is not None:
             session_of(comm)
-        check_word("mode", mode, MODES)
-        if mode == "none":
-            raise ArgumentError("mode must be 'piecewise' or 'full', not 'none'. To record nothing, call function")
+        check_word("mode", mode, MODES[1:])  # not "none": to record nothing, call the function
         check_word("check", check, CHECKS)
         self._function, self._comm, self._mode, self._check = function, comm, mode, check
         self._record_new, self._copy_inputs = record_new, copy_inputs

@@ -340,4 +340,7 @@ def run(*command: str | Path, check: bool = True, stderr: int | None = None) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -15,7 +16,7 @@ import numpy as np
 
 from .. import clock
 from ..errors import ArgumentError, PeerLostError, UnsupportedError, report
-from ..logs import INFO, WARNING, log
+from ..logs import INFO, log
 from ..originals import Thread
 from ..texts import described, shown, text_of, whole
 from . import exchange, launchers, mpi
@@ -112,10 +113,11 @@ def _warn_of_peers() -> None:
     """Warn a process of multiprocessing that it is a group of one rank. Its parent may have started others."""
     module: Any = sys.modules.get("multiprocessing.process")
     if getattr(module, "parent_process", lambda: None)() is not None:
-        log(
-            WARNING,
+        warnings.warn(
             "multiprocessing has started this process, and without a group it is a group of one rank, in which an "
             "all-reduce is a copy. If it has peers, pass Communicator an ipcreduce.Group of them",
+            RuntimeWarning,
+            stacklevel=4,
         )
 
 

@@ -111,8 +111,8 @@ def test_processes_of_multiprocessing_are_warned():
         ("", by_default, False, 0), (without_mpi, by_default, False, 0),
     ):  # fmt: skip
         program = f"""{before}
-import logging, multiprocessing, sys
-logging.basicConfig(stream=sys.stdout)
+import multiprocessing, sys
+sys.stderr = sys.stdout
 def run():
     import ipcreduce
     {body}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,17 @@ class Launches:
         algorithm: str | None, before_loading: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.algorithm = algorithm
+        self._forced_norm = None if algorithm == plan.BULK else algorithm  # bulk.cu has no kernel with a norm
         self.table: plan.Table = ()  # until the ranks have agreed on one
         self.norm_table: norm_plan.NormTable = ()  # so is this
         self.further_kernels: set[tuple[str, int]] = set()  # (algorithm, depth), to be loaded beside the planned ones
         self.most_parts = lists.SHORT  # of a list in one launch, until they have compared their drivers
         self.fuses = True  # bench also times pairs of kernels
-        self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.kernels = Kernels(context, capability, before_loading, workspace.n, workspace.rank)
         self._workspace, self._control, self._timeout = workspace, control, timeout
+        self.gpus = plan.Gpus(  # of one rank each, until they have compared them
+            workspace.n, workspace.half_bytes, area=workspace.area_bytes, clusters=self.kernels.programmatic
+        )  # fmt: skip
 
     def prepare(self, request: Request) -> Prepared | None:
         """The launches of a call, compiled if need be; None if the exchange and the epilogue cannot be one kernel.
@@ -162,7 +165,7 @@ class Launches:
             for one in planned:
                 args = np.concatenate([base, parts.table(one)])
                 args[BYTES] = one.longest * plan.PACKET_BYTES
-                shape = tiles[:2] if tiles else self._parts_shape(one.longest, request.sms)
+                shape = tiles[:2] if tiles else plan.parts_shape(one.longest, self.gpus, request.sms)
                 launch = self.kernels.launch(Kernel(name, dtype, op, members=parts.places(one)), *shape, args)
                 steps.append(parts.step(one, launch, gathers=request.split.collective.gathers, length=length))
                 names.append(name)
@@ -176,43 +179,29 @@ class Launches:
             return None
         steps = []
         ((dtype, kind, _),) = parts.together(request, workspace.n)
-        for one in plan.spread_plan(
-            request.nbytes, workspace.n, workspace.half_bytes, self.algorithm, self.resident, self.sharing
-        ):
+        for one in plan.spread_plan(request.nbytes, self.gpus, self.algorithm):
             args = self._arguments(plan.code_offset(kind, one.algorithm))
             args[BYTES], args[arguments.OUTS] = one.nbytes, split.root
             launch = self.kernels.launch(Kernel(one.algorithm, dtype), one.grid, one.block, args)
             steps.append(KernelStep(launch, arguments.plain_setter(launch.args.data, one.offset)))
         return _prepared(request, steps, ["spread"] * len(steps)) if steps else None
 
-    def _parts_shape(self, packets: int, sms: int | None) -> tuple[int, int]:
-        return plan.parts_shape(packets, self._workspace.n, self.resident, self.sharing, sms)
-
     def _tiles(self, every: Mapping[int, Rows], request: Request) -> plan.Tiles | None:
         """The shape of a launch with few blocks; None if other kernels take these arrays."""
-        n, sms = self._workspace.n, request.sms
+        sms = request.sms
         if [one.rows for one in every.values()] != [1] or self.algorithm not in (None, plan.BULK):
             return None
         longest = max(max(one.widths) for one in every.values())
         if self.algorithm is None:
             if sms is None or longest < plan.BULK_BYTES:
                 return None
-            if self._parts_shape(-(-longest // plan.PACKET_BYTES), None)[0] <= sms:
+            if plan.parts_shape(-(-longest // plan.PACKET_BYTES), self.gpus, None)[0] <= sms:
                 return None
-        most = plan.EPOCH_SLOTS if sms is None else sms
-        room, reduces = self._workspace.area_bytes, bool(request.op)
-        return plan.tiles(room, n, most, self.resident, self.sharing, reduces=reduces)
+        return plan.tiles(self.gpus, plan.EPOCH_SLOTS if sms is None else sms, reduces=bool(request.op))
 
-    def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
-        return self.planned(nbytes, self.algorithm, self.table, sms)
-
-    def planned(
-        self, nbytes: int, forced: str | None = None, table: plan.Table = (), sms: int | None = None
-    ) -> tuple[plan.LaunchPlan, ...]:
-        """:func:`plan.make_plan` for this communicator."""
-        n, half_bytes, area = self._workspace.n, self._workspace.half_bytes, self._workspace.area_bytes
+    def _planned(self, nbytes: int, sms: int | None) -> tuple[plan.LaunchPlan, ...]:
         most = plan.EPOCH_SLOTS if sms is None else min(sms, plan.EPOCH_SLOTS)
-        return plan.make_plan(nbytes, n, half_bytes, forced, table, self.resident, self.sharing, most, area)
+        return plan.make_plan(nbytes, self.gpus, self.algorithm, self.table, most)
 
     def _arguments(self, offset: int) -> Words:
         args, workspace, control = arguments.empty(0), self._workspace, self._control
@@ -258,7 +247,7 @@ class Launches:
 
         wanted = kernel(planned.kernel, planned.cluster, planned.depth)
         # All that rows of this length need are loaded at once, because loading waits for all work on the device.
-        variants = norm_plan.variants(shape, self._workspace.n, *self._norm_limits())
+        variants = norm_plan.variants(shape, self.gpus, self._forced_norm, self.norm_table)
         self.kernels.load([wanted, *(kernel(*variant) for variant in sorted(variants))])
         base = self._arguments(plan.code_offset(shape.dtype, "norm"))
         args = np.concatenate([base, arguments.norm_table(shape)])
@@ -266,18 +255,9 @@ class Launches:
         step = KernelStep(launch, arguments.norm_setter(args.data, len(base), shape))
         return _prepared(request, [step], [planned.kernel], plan.PACKET_BYTES)
 
-    def norm_plans(self, shape: NormShape) -> Iterator[tuple[str, int, norm_plan.NormPlan]]:
-        """:func:`norm_plan.every_plan` for this communicator."""
-        n, half_bytes = self._workspace.n, self._workspace.half_bytes
-        return norm_plan.every_plan(shape, n, half_bytes, self.resident, self.sharing, self.kernels.programmatic)
-
-    def _norm_limits(self) -> tuple[str | None, int, int, bool, norm_plan.NormTable]:
-        forced = None if self.algorithm == plan.BULK else self.algorithm  # bulk.cu has no kernel with a norm
-        return forced, self.resident, self.sharing, self.kernels.programmatic, self.norm_table
-
     def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:
         """:func:`norm_plan.make_plan` for this communicator."""
-        return norm_plan.make_plan(shape, self._workspace.n, self._workspace.half_bytes, *self._norm_limits())
+        return norm_plan.make_plan(shape, self.gpus, self._forced_norm, self.norm_table)
 
     # ---- tests and measurements of the links
     def load_verify(self) -> None:

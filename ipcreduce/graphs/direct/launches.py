@@ -11,18 +11,19 @@ from ...cuda.driver import Launch
 from ...device.arguments import IN, OUT, OUTS
 from ...device.prepared import KernelStep, Prepared, Start
 from ...ipc.launches import Launches
-from ...ipc.plan import KB, PACKET_BYTES, RESIDENT, LaunchPlan, most_blocks
+from ...ipc.plan import KB, PACKET_BYTES, Gpus, LaunchPlan
 from ...types import Stream
 
 ALGORITHM = "direct"
 
 
-def direct(step: LaunchPlan, n: int, resident: int = RESIDENT, sharing: int = 1) -> LaunchPlan:
+def direct(step: LaunchPlan, gpus: Gpus) -> LaunchPlan:
     """The direct launch that replaces a staged one, once the peers have mapped the output.
 
     It is never the default: over 2 and 4 H200 staged launches are as fast or faster at every size (NOTES.md).
     """
-    width, resident = -(-step.nbytes // PACKET_BYTES // n), min(resident, most_blocks(resident, sharing))
+    n, resident = gpus.n, min(gpus.resident, gpus.most_blocks)
+    width = -(-step.nbytes // PACKET_BYTES // n)
     grid, block = (resident, 512) if n == 2 and width > 256 * KB else (-(-resident // 2), 256)  # in tiles
     return LaunchPlan(ALGORITHM, step.offset, step.nbytes, min(grid, -(-width // block)), block, depth(n))
 

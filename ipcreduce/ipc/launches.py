@@ -98,17 +98,14 @@ class Launches:
         return bulk.BulkStep(inward, exchange, outward, setters, own, maps=expression is not None)
 
     def _exchange(self, step: plan.LaunchPlan, kind: str, op: str) -> driver.Launch:
-        args = bulk.in_area(self._arguments(plan.code_offset(kind, op)), self._workspace, step.nbytes)
+        args = bulk.in_area(self._arguments(plan.code_offset(kind, op), step.nbytes), self._workspace)
         return self.kernels.launch(Kernel(plan.BULK, reduced_as(kind), op), step.grid, step.block, args)
 
     def _copy(
         self, step: plan.LaunchPlan, kind: str, *, table: Words | None = None, parts: int = 0,
         expression: Expression | None = None,
     ) -> driver.Launch:  # fmt: skip
-        args = self._arguments(0)
-        args[BYTES] = step.nbytes
-        if table is not None:
-            args = np.concatenate([args, table])
+        args = self._arguments(0, step.nbytes, table)
         return self.kernels.launch(_copy_kernel(kind, parts, expression), *bulk.copy_grid(step.nbytes), args)
 
     def launch(
@@ -116,10 +113,7 @@ class Launches:
         expression: Expression | None = None,
     ) -> driver.Launch:  # fmt: skip
         """Make one launch, in whose arguments the addresses are still to be set."""
-        args = self._arguments(plan.code_offset(dtype, op))
-        args[BYTES] = step.nbytes
-        if table is not None:
-            args = np.concatenate([args, table])
+        args = self._arguments(plan.code_offset(dtype, op), step.nbytes, table)
         kernel = Kernel(step.algorithm, _compiled_as(dtype, expression), op, step.depth, parts, expression)
         return self.kernels.launch(kernel, step.grid, step.block, args)
 
@@ -180,8 +174,8 @@ class Launches:
         steps = []
         ((dtype, kind, _),) = parts.together(request, workspace.n)
         for one in plan.spread_plan(request.nbytes, self.gpus, self.algorithm):
-            args = self._arguments(plan.code_offset(kind, one.algorithm))
-            args[BYTES], args[arguments.OUTS] = one.nbytes, split.root
+            args = self._arguments(plan.code_offset(kind, one.algorithm), one.nbytes)
+            args[arguments.OUTS] = split.root
             launch = self.kernels.launch(Kernel(one.algorithm, dtype), one.grid, one.block, args)
             steps.append(KernelStep(launch, arguments.plain_setter(launch.args.data, one.offset)))
         return _prepared(request, steps, ["spread"] * len(steps)) if steps else None
@@ -203,14 +197,15 @@ class Launches:
         most = plan.EPOCH_SLOTS if sms is None else min(sms, plan.EPOCH_SLOTS)
         return plan.make_plan(nbytes, self.gpus, self.algorithm, self.table, most)
 
-    def _arguments(self, offset: int) -> Words:
-        args, workspace, control = arguments.empty(0), self._workspace, self._control
+    def _arguments(self, offset: int, nbytes: int = 0, table: Words | None = None) -> Words:
+        """:param offset: of the slots. :param table: what comes after the arguments of all kernels."""
+        args, workspace, control = arguments.empty(nbytes), self._workspace, self._control
         args[arguments.PEERS : arguments.PEERS + workspace.n] = [peer + offset for peer in workspace.peers]
         args[arguments.HALF], args[arguments.EPOCHS] = workspace.half_bytes, workspace.address
         args[arguments.ABORT] = control + ABORT_OFFSET
         args[arguments.MISSING] = control + missing_offset(workspace.rank)
         args[TIMEOUT] = int(self._timeout * 1e9)
-        return args
+        return args if table is None else np.concatenate([args, table])
 
     def _load_all(
         self, kind: str, steps: Sequence[plan.LaunchPlan], parts: int = 0, expression: Expression | None = None,
@@ -249,10 +244,9 @@ class Launches:
         # All that rows of this length need are loaded at once, because loading waits for all work on the device.
         variants = norm_plan.variants(shape, self.gpus, self._forced_norm, self.norm_table)
         self.kernels.load([wanted, *(kernel(*variant) for variant in sorted(variants))])
-        base = self._arguments(plan.code_offset(shape.dtype, "norm"))
-        args = np.concatenate([base, arguments.norm_table(shape)])
+        args = self._arguments(plan.code_offset(shape.dtype, "norm"), table=arguments.norm_table(shape))
         launch = self.kernels.launch(wanted, planned.grid, planned.block, args)
-        step = KernelStep(launch, arguments.norm_setter(args.data, len(base), shape))
+        step = KernelStep(launch, arguments.norm_setter(args.data, arguments.ARG_WORDS, shape))
         return _prepared(request, [step], [planned.kernel], plan.PACKET_BYTES)
 
     def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:
@@ -272,9 +266,8 @@ class Launches:
         """
         verdict = np.zeros(plan.MAX_RANKS, np.uint32)
         if self._workspace.n > 1:
-            args = self._arguments(0)
-            args[OUT] = self._workspace.address  # not in use yet
-            args[BYTES], args[TIMEOUT] = rounds, int(seconds * 1e9)
+            args = self._arguments(0, rounds)
+            args[OUT], args[TIMEOUT] = self._workspace.address, int(seconds * 1e9)  # there it is not in use yet
             driver.Launch(self.kernels.function(_VERIFY), self._workspace.n - 1, 32, args).run(DEFAULT_STREAM)
             driver.synchronize()
             driver.copy_to_host(verdict, self._workspace.address)
@@ -282,9 +275,7 @@ class Launches:
 
     def limit(self, nbytes: int, grid: int, block: int) -> driver.Launch:
         """A launch of limit.cu for bench: ``nbytes`` bytes to each peer, for which the workspace must have room."""
-        args = self._arguments(0)
-        args[BYTES] = nbytes
-        return self.kernels.launch(_LIMIT, grid, block, args)
+        return self.kernels.launch(_LIMIT, grid, block, self._arguments(0, nbytes))
 
 
 def _copy_kernel(kind: str, parts: int, expression: Expression | None) -> Kernel:

@@ -9,7 +9,7 @@ from ...calls.request import Request
 from ...cuda import streams
 from ...cuda.driver import Launch
 from ...device.arguments import IN, OUT, OUTS
-from ...device.prepared import KernelStep, Prepared, Start
+from ...device.prepared import KernelStep, Prepared, Step
 from ...ipc.launches import Launches
 from ...ipc.plan import KB, PACKET_BYTES, Gpus, LaunchPlan
 from ...types import Stream
@@ -45,7 +45,7 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _Noted(Step):
     """A step that also adds itself to ``launched`` when it is captured."""
 
     step: KernelStep
@@ -57,9 +57,6 @@ class _Noted:
         (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
         words = self.step.launch.args
         self.launched.append(Launched(node, self.step.plan, self.request, int(words[IN]), int(words[OUT])))
-
-    def bound(self, addresses: Any) -> tuple[Start, Any]:
-        return self.start, addresses
 
 
 def noted(prepared: Prepared, launched: list[Launched]) -> Prepared:

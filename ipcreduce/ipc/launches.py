@@ -80,19 +80,14 @@ class Launches:
         if step.algorithm == plan.BULK:
             return self._bulk_step(step, request, table)
         launch = self.launch(step, kind, request.op, table=table, expression=expression)
-        words = launch.args.data
-        if expression is None:
-            return KernelStep(launch, arguments.plain_setter(words, step.offset), step)
-        return KernelStep(launch, arguments.map_setter(words, step.offset, itemsize, expression, behind=False), step)
+        return KernelStep(launch, _setter(launch, step, request), step)
 
     def _bulk_step(self, step: plan.LaunchPlan, request: Request, table: Words | None) -> bulk.BulkStep:
         ((_, kind),) = request.members
-        expression, workspace, itemsize = request.epilogue, self._workspace, KINDS[kind].itemsize
-        inward, outward = self._copy(step, kind), self._copy(step, kind, table=table, expression=expression)
-        read, written = inward.args.data, outward.args.data
-        setters = [arguments.plain_setter(words, step.offset) for words in (read, written)]
-        if expression is not None:
-            setters[1] = arguments.map_setter(written, step.offset, itemsize, expression, behind=False)
+        expression, workspace = request.epilogue, self._workspace
+        inward = self._copy(step, _copy_kernel(kind))
+        outward = self._copy(step, _copy_kernel(kind, expression=expression), table)
+        setters = [arguments.plain_setter(inward.args.data, step.offset), _setter(outward, step, request)]
         own = bulk.own_chunk(step.nbytes, workspace.n, workspace.rank)
         exchange = self._exchange(step, kind, request.op)
         return bulk.BulkStep(inward, exchange, outward, setters, own, maps=expression is not None)
@@ -101,12 +96,8 @@ class Launches:
         args = bulk.in_area(self._arguments(plan.code_offset(kind, op), step.nbytes), self._workspace)
         return self.kernels.launch(Kernel(plan.BULK, reduced_as(kind), op), step.grid, step.block, args)
 
-    def _copy(
-        self, step: plan.LaunchPlan, kind: str, *, table: Words | None = None, parts: int = 0,
-        expression: Expression | None = None,
-    ) -> driver.Launch:  # fmt: skip
-        args = self._arguments(0, step.nbytes, table)
-        return self.kernels.launch(_copy_kernel(kind, parts, expression), *bulk.copy_grid(step.nbytes), args)
+    def _copy(self, step: plan.LaunchPlan, kernel: Kernel, table: Words | None = None) -> driver.Launch:
+        return self.kernels.launch(kernel, *bulk.copy_grid(step.nbytes), self._arguments(0, step.nbytes, table))
 
     def launch(
         self, step: plan.LaunchPlan, dtype: str, op: str, *, table: Words | None = None, parts: int = 0,
@@ -134,7 +125,7 @@ class Launches:
         table, parts = lists.table(one), one.parts
         if one.step.algorithm != plan.BULK:
             return lists.step(one, self.launch(one.step, kind, op, table=table, parts=parts), length)
-        inward, outward = (self._copy(one.step, kind, table=table, parts=parts) for _ in range(2))
+        inward, outward = (self._copy(one.step, _copy_kernel(kind, parts), table) for _ in range(2))
         return bulk.BulkListStep(one, inward, self._exchange(one.step, kind, op), outward, length)
 
     def _of_parts(self, request: Request) -> Prepared:
@@ -278,7 +269,16 @@ class Launches:
         return self.kernels.launch(_LIMIT, grid, block, self._arguments(0, nbytes))
 
 
-def _copy_kernel(kind: str, parts: int, expression: Expression | None) -> Kernel:
+def _setter(launch: driver.Launch, step: plan.LaunchPlan, request: Request) -> arguments.Setter:
+    """A function that sets the addresses of a call on one array, in a launch that writes its result."""
+    ((_, kind),) = request.members
+    if request.epilogue is None:
+        return arguments.plain_setter(launch.args.data, step.offset)
+    itemsize = KINDS[kind].itemsize
+    return arguments.map_setter(launch.args.data, step.offset, itemsize, request.epilogue, behind=False)
+
+
+def _copy_kernel(kind: str, parts: int = 0, expression: Expression | None = None) -> Kernel:
     return Kernel("copy", _compiled_as(kind, expression), parts=parts, expression=expression, alone=True)
 
 

@@ -185,24 +185,24 @@ def name_of(planned: norm_plan.NormPlan) -> str:
 
 def plans(case: Case) -> Iterator[norm_plan.NormPlan]:
     """Every launch that the kernels allow: blocks a row, units a thread, and, with one block a row, fewer blocks."""
-    shape, n, launches = case.shape, WORLD.size, case.backend.launches
+    shape, n, gpus = case.shape, WORLD.size, case.backend.launches.gpus
     room = case.backend.workspace.half_bytes - norm_plan._CODES_END
-    units, most = shape.hidden // norm_plan.UNIT, plan.most_blocks(launches.resident, launches.sharing)
-    clusters = (1, 2, 4, 8) if launches.kernels.programmatic else (1,)
+    units, most = shape.hidden // norm_plan.UNIT, gpus.most_blocks
+    clusters = (1, 2, 4, 8) if gpus.clusters else (1,)
     for kernel in (row.fused for row in plan.ALGORITHMS.values()):
         two = kernel == "fused_two_shot"
-        blocks = min(most, launches.resident) if two else most
+        blocks = min(most, gpus.resident) if two else most
         for cluster, depth in ((one, d) for one in clusters for d in ((1,) if two else (1, 2, 4))):
             share = norm_plan._SHARE * -(-units // (norm_plan._SHARE * cluster * depth * (n if two else 1)))
             block = 32 * -(-share // 32)
-            most_threads = norm_plan.most_threads(kernel, n, launches.sharing, cluster, depth)
+            most_threads = norm_plan.most_threads(kernel, gpus, cluster, depth)
             if block > most_threads or share * cluster * depth >= 2 * units:
                 continue
             grids = {min(blocks, shape.rows * cluster)}
             if cluster > 1 and shape.rows * cluster > blocks:
                 continue
-            if cluster == 1 and shape.rows > launches.resident // 2:
-                grids |= {min(blocks, launches.resident // 2, shape.rows), min(blocks, launches.resident, shape.rows)}
+            if cluster == 1 and shape.rows > gpus.resident // 2:
+                grids |= {min(blocks, gpus.resident // 2, shape.rows), min(blocks, gpus.resident, shape.rows)}
             for grid in sorted(grids):
                 slots = block * grid * depth * -(-shape.rows * cluster // grid)
                 staging = (n - 1) * (2 if two else 1) * plan.row_bytes(slots)

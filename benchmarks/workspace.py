@@ -34,7 +34,7 @@ TURNS, REPLAYS = 7, 7
 
 
 def launches(nbytes: int, ranks: int, workspace: int) -> int:
-    return len(plan.make_plan(nbytes, ranks, workspace * plan.MB // 2))
+    return len(plan.make_plan(nbytes, plan.Gpus(ranks, workspace * plan.MB // 2)))
 
 
 def check(comms: dict[int, ipcreduce.Communicator], nbytes: int) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, overload
 
@@ -27,7 +26,7 @@ from .logs import INFO, is_logged, log
 from .options import Options, checked_sms, unknown_variables
 from .ranks import groups
 from .texts import described
-from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
+from .types import Array, DType, Number, Op, Out, OutList, Shape
 
 _ENDS = {  # by the error of later calls
     ArgumentError: "closed", GraphStateError: "suspended", PeerLostError: "lost: it can only be closed",
@@ -114,11 +113,6 @@ class Communicator(Collectives):
         return "\n".join(lines)
 
     # ---- the operation
-    @overload
-    def allreduce(
-        self, array: NumpyNumber, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
-        stream: Any = ...,
-    ) -> NumpyNumber: ...  # fmt: skip
     @overload
     def allreduce(
         self, array: Number, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
@@ -294,8 +288,7 @@ class Communicator(Collectives):
         """
         return self._state.session.recover()
 
-    @contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self) -> AbstractContextManager[None]:
         """Surround several recordings: with ``algorithm="direct"`` their graphs are registered together, at the end.
 
         Every rank has to. Within the block, graphs are "staged" and can be replayed. If a rank's block raises, they
@@ -305,8 +298,7 @@ class Communicator(Collectives):
         :raises PeerFailedError: with ``algorithm="direct"``, if another rank's block raised. Otherwise the next call
             raises it; with NCCL graphs may then have to be recorded again. An exception in the block passes unchanged.
         """
-        with self._state.session.capture():
-            yield
+        return self._state.session.capture()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """A new C-contiguous array in memory that peers can map: outputs of recorded all-reduces in it can be direct.

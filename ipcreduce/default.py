@@ -17,7 +17,7 @@ from .errors import ArgumentError, UnsupportedError
 from .graphs.session import provide_default
 from .originals import RLock, identifier
 from .texts import kind_of
-from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
+from .types import Array, DType, Number, Op, Out, OutList, Shape
 
 _MAX_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and after an error it closes
 
@@ -80,11 +80,6 @@ def _make_default(array: Any) -> Communicator:
             pass
 
 
-@overload
-def allreduce(
-    array: NumpyNumber, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
-    comm: Communicator | None = ..., stream: Any = ...,
-) -> NumpyNumber: ...  # fmt: skip
 @overload
 def allreduce(
     array: Number, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,

@@ -317,19 +317,18 @@ def _share(ranks: Ranks, name: str, kind: type[_Shared], deadline: float) -> _Sh
     """Shared memory that rank 0 creates and all other ranks open. :raises Agreed: if a rank cannot."""
     rank, n = ranks.rank, ranks.size
     mine: _Shared | None = None
-    error: Exception | None = None
     path = ""
+
+    def own() -> dict[str, Any]:
+        nonlocal mine, path
+        with uninterrupted():
+            mine = kind.create(rank, n) if rank == 0 else None
+            path = mine.path if mine is not None else ""
+        return {"path": path}
+
     try:
-        try:
-            with uninterrupted():
-                mine = kind.create(rank, n) if rank == 0 else None
-                path = mine.path if mine is not None else ""
-        except (OSError, UnsupportedError) as caught:
-            error = caught
-        record = exchange.message(exchange.PAGE, error, path=path)
-        pages = exchange.allgather(ranks, record, deadline, f"creating {name}")
+        pages = exchange.share(ranks, exchange.PAGE, own, deadline, f"creating {name}")
         path = bytes(pages[0]["path"]).decode()
-        exchange.check(ranks, pages, f"creating {name}")
         with exchange.step(ranks, deadline, f"opening {name} (is /dev/shm shared between the ranks?)"):
             mine = mine if mine is not None else kind.open(path, rank, n)
     finally:

@@ -16,8 +16,6 @@ from . import clock
 from .calls import call_lock
 from .calls.page_channel import PageChannel
 from .calls.sequence import CallSequence
-from .cuda import current_streams
-from .cuda.contexts import using
 from .device.backend import DeviceBackend
 from .errors import (
     ArgumentError,
@@ -176,13 +174,8 @@ class Suspension:
         """:raises GraphStateError: in a recording, in capture(), or while a current stream is captured."""
         if self._session.is_capturing:
             raise GraphStateError(f"{what} was called in a recording or in capture(). Leave that block first")
-        backend = self._backend
-        if backend is None:
-            return
-        with using(backend.context):
-            if any(map(backend.is_capturing, current_streams.streams(backend.device.ordinal))):
-                text = f"{what} was called while the current stream is being captured. End that capture first"
-                raise GraphStateError(text, reach=Reach.CAPTURED)
+        if self._backend is not None:
+            self._backend.check_not_captured(what, GraphStateError)
 
     def _meet(self, what: str) -> None:
         """Enter the call, and go on once all ranks have."""

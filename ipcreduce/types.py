@@ -24,8 +24,7 @@ class EnumOp(Protocol):
 
 Op = Union[OpName, EnumOp, "MPI.Op"]
 
-NumpyNumber = TypeVar("NumpyNumber", bound=np.generic)  # in overloads before Number, as a float64 is also a float
-Number = TypeVar("Number", bool, int, float, complex)
+Number = TypeVar("Number", bound=complex | np.generic)  # to type checkers, bool, int and float are complex, too
 Shape = TypeVar("Shape", bound="tuple[Any, ...]")
 DType = TypeVar("DType", bound="np.dtype[Any]")
 

@@ -263,7 +263,7 @@ def _trouble(one: contenders.Contender, message: Message | norms.Message, mpi: A
 
 def _check(one: contenders.Contender, message: Message | norms.Message) -> None:
     """Check a contender's results, if it takes such arrays. :raises ArithmeticError: if a result is wrong."""
-    right = True
+    right = True  # the error is raised at the end, because the other ranks wait in the next call
     for _ in range(_CHECKS if message.nbytes <= _LARGE else 1):
         message.renew()
         call = one.prepare(message.source, message.target)
@@ -274,9 +274,7 @@ def _check(one: contenders.Contender, message: Message | norms.Message) -> None:
             call()
             one.collect()
         message.wait()
-        right &= message.is_right(
-            one.gives
-        )  # the error is raised at the end, because the other ranks wait in the next call
+        right &= message.is_right(one.gives)
     if not right:
         raise ArithmeticError("its result is wrong")
 

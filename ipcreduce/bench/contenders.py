@@ -22,10 +22,10 @@ from ..dtypes import kind_name
 from ..graphs.graph import Graph
 from ..graphs.session import session_of
 from ..ipc import parts
+from ..nccl import library
 from . import timing
 from .collectives import ALLREDUCE, ROOT, Collective
 
-_NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
 _MPI_TYPES = {"float32": "FLOAT", "float64": "DOUBLE"} | {
     f"{sign}int{bits}": f"{sign}int{bits}_t".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
@@ -117,7 +117,7 @@ class CupyNccl(Contender):
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
         sources, targets = as_lists(source, target)
-        kind = _NCCL_TYPES.get(sources[0].dtype.name)
+        kind = library.DTYPES.get(sources[0].dtype.name)
         if kind is None:
             return None
         stream, (name, further) = cupy_runtime.stream_of()[0], self._of.nccl
@@ -292,9 +292,8 @@ def peers_of(of: Collective, on_host: bool) -> dict[str, Make]:
     """The peers that can make this collective."""
     if of is ALLREDUCE:
         return HOST_PEERS if on_host else PEERS
-    if on_host:
-        return {Mpi.name: partial(Mpi, of=of)}
-    return {CupyNccl.name: partial(CupyNccl, of=of), TorchNccl.name: partial(TorchNccl, of=of)}
+    kinds: tuple[Any, ...] = (Mpi,) if on_host else (CupyNccl, TorchNccl)
+    return {kind.name: partial(kind, of=of) for kind in kinds}
 
 
 def known() -> list[str]:

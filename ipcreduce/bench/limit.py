@@ -66,7 +66,7 @@ class Limit:
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 
-        most = min(_BLOCKS, plan.most_blocks(backend.launches.resident, backend.launches.sharing))
+        most = min(_BLOCKS, backend.launches.gpus.most_blocks)
         blocks = max(1, min(most, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
         median(nbytes, (blocks, _THREADS), 4)  # warm-up, so that clocks have risen
         barrier, push = median(0, (1, 32), calls or 200), median(nbytes, (blocks, _THREADS), 4)

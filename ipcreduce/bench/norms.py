@@ -96,17 +96,13 @@ class Message(data.Placed):
         arrays, expected = self.source, self._expected
         if gives == "sum":
             return self._same(arrays.y, self._reduced)
-        right = self._same(arrays.residual_out, expected.residual_out)
         if gives == "near":
             found, y = self._found(arrays.y).astype(np.float64), expected.y.astype(np.float64)
-            return right and bool((np.abs(found - y) <= _NEAR * np.abs(y)).all())
-        if self._shape.keeps_y:
-            right &= self._same(arrays.y, expected.y)
-        if expected.quantised is not None:
-            right &= self._same(arrays.quantised, expected.quantised)
-        if expected.scales is not None:
-            right &= self._same(arrays.scales, expected.scales)
-        return right
+            is_near = bool((np.abs(found - y) <= _NEAR * np.abs(y)).all())
+            return is_near and self._same(arrays.residual_out, expected.residual_out)
+        names = [name for name in expected._fields if name != "y" or self._shape.keeps_y]
+        pairs = [(getattr(arrays, name), getattr(expected, name)) for name in names]
+        return all(self._same(array, values) for array, values in pairs if values is not None)
 
     def _same(self, array: Any, expected: np.ndarray[Any, Any]) -> bool:
         return self._found(array).tobytes() == expected.tobytes()

@@ -21,7 +21,7 @@ from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from ..errors import UnsupportedError
 from ..ipc import plan, tuning
-from ..ipc.launches import Launches
+from ..ipc.backend import IpcBackend
 from . import output, report, tune_norms
 from .arguments import count, size, sizes
 from .data import Message
@@ -54,12 +54,13 @@ def main(options: argparse.Namespace) -> None:
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks. Start it by mpirun.\n{comm.describe()}")
-        if our_backend(comm, "tune").launches.sharing > 1:  # their kernels would take turns, and distort the times
+        backend = our_backend(comm, "tune")
+        if backend.launches.gpus.sharing > 1:  # their kernels would take turns, and distort the times
             raise UnsupportedError(f"tune needs a GPU for each rank. Start fewer ranks.\n{comm.describe()}")
         mpi = MPI.COMM_WORLD
-        messages = _measure(comm, options, mpi)
-        tables = tuning.Tables(messages, tune_norms.measure(comm, options.hidden, options.replays, mpi))
-        gpu = our_backend(comm, "tune").device.name
+        messages = _measure(comm, backend, options, mpi)
+        tables = tuning.Tables(messages, tune_norms.measure(comm, backend, options.hidden, options.replays, mpi))
+        gpu = backend.device.name
         if not options.dry_run:  # stored before it is printed, because it has taken minutes
             output.on_rank_0(partial(tuning.save, gpu, comm.size, tables), mpi, "the table")
         output.on_rank_0(partial(_show, tables, "" if options.dry_run else f"{tuning.path_of(gpu, comm.size)}"), mpi)
@@ -77,41 +78,33 @@ def _show(tables: tuning.Tables, path: str) -> None:
         print(f"kept in {path}")
 
 
-def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> plan.Table:
+def _measure(comm: Communicator, backend: IpcBackend, options: argparse.Namespace, mpi: Any) -> plan.Table:
     table: list[plan.Choice] = []
     work = sizes(_SMALLEST, options.largest, between=True)
     with cupy_runtime.load().cuda.Stream(non_blocking=True):
         for nbytes in report.progress(work, mpi):
             message = Message(nbytes, np.dtype(_DTYPE), comm)
-            times = {
-                choice: _time(comm, message, choice, options.replays, mpi)
-                for choice in _candidates(nbytes, comm, table[-1:])
-            }
-            best = min(times, key=lambda choice: times[choice])
-            before = replace(table[-1], up_to=nbytes) if table else best
-            if table and times.get(before, float("inf")) <= times[best] * (1 + tune_norms.GAIN):
-                table[-1] = before
-            else:
-                table.append(best)
+            candidates = _candidates(nbytes, backend.launches.gpus, table[-1:])
+            times = {choice: _time(backend, message, choice, options.replays, mpi) for choice in candidates}
+            tune_norms.add_fastest(table, times, nbytes)
     comm.synchronize()
     return plan.checked_table(_fewest(table), comm.size)
 
 
-def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
+def _candidates(nbytes: int, gpus: plan.Gpus, before: list[plan.Choice]) -> Iterator[plan.Choice]:
     """The candidates for a size: each kernel near its range, with every distinct block, grid and depth."""
-    n, launches = comm.size, our_backend(comm, "tune").launches
-    usual = launches.planned(nbytes)[0].algorithm
+    n, usual = gpus.n, plan.make_plan(nbytes, gpus)[0].algorithm
     found: dict[tuple[Any, ...], plan.Choice] = {}  # by launch shape, which several choices may share at this size
     for algorithm, blocks in _BLOCKS.items():
-        if (algorithm != usual and not _near(nbytes, launches)) or len(launches.planned(nbytes, algorithm)) > 1:
+        if (algorithm != usual and not _near(nbytes, gpus)) or len(plan.make_plan(nbytes, gpus, algorithm)) > 1:
             continue
         packets = -(-nbytes // plan.PACKET_BYTES)
         threads = packets if algorithm == "one_shot" else -(-packets // n)
         for block, depth in product(blocks, _DEPTHS):
             if block > plan.most_threads(algorithm, depth, n):
                 continue
-            needed, resident = -(-threads // block), launches.resident
-            grids = {resident // 2, resident, plan.resident_blocks(block, depth, n, resident)}
+            needed = -(-threads // block)
+            grids = {gpus.resident // 2, gpus.resident, gpus.resident_blocks(block, depth)}
             for grid in [plan.EPOCH_SLOTS] if algorithm == "one_shot" else sorted(grids):
                 if (algorithm == "one_shot" and needed > grid) or (depth > 1 and needed <= grid):
                     continue  # the grid is too small, or no thread loops and the depth has no effect
@@ -119,21 +112,21 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
                 found.setdefault((algorithm, block, min(needed, grid), depth), choice)
     yield from found.values()
     for choice in before:
-        step = plan.plan_launch(choice.algorithm, 0, nbytes, n, choice)
+        step = plan.plan_launch(choice.algorithm, 0, nbytes, gpus, choice)
         if step.block == choice.block:  # its grid holds this size, too
             yield replace(choice, up_to=nbytes)
 
 
-def _near(nbytes: int, launches: Launches) -> bool:
+def _near(nbytes: int, gpus: plan.Gpus) -> bool:
     """True if the planned kernels at an eighth and at 8 times this size differ."""
-    around = {launches.planned(max(1, nearby))[0].algorithm for nearby in (nbytes // 8, nbytes * 8)}
+    around = {plan.make_plan(max(1, nearby), gpus)[0].algorithm for nearby in (nbytes // 8, nbytes * 8)}
     return len(around) > 1
 
 
-def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
+def _time(backend: IpcBackend, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
     """Time a choice, in microseconds. :raises IpcReduceError: if the result is wrong."""
-    backend, nbytes = our_backend(comm, "tune"), message.source.nbytes
-    step = plan.plan_launch(choice.algorithm, 0, nbytes, comm.size, choice)
+    nbytes = message.source.nbytes
+    step = plan.plan_launch(choice.algorithm, 0, nbytes, backend.launches.gpus, choice)
     prepared = backend.launches.by_steps([step], request.plain(message.source.shape, _DTYPE, _OP))
     stream, owner = cupy_runtime.stream_of()
     start = partial(prepared.start, (message.source.data.ptr, message.target.data.ptr))

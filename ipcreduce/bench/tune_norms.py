@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,13 +20,14 @@ from ..calls.request import with_norm
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from ..errors import IpcReduceError
-from ..ipc import norm_plan
+from ..ipc import norm_plan, plan
+from ..ipc.backend import IpcBackend
 from . import norms, timing
 from .arguments import counts
-from .limit import our_backend
 
 GAIN = 0.02  # the least gain for which a choice changes: times vary by about as much
 _DTYPE, _CALLS, _MAX_SIZES = "float16", 50, 4
+_Choice = TypeVar("_Choice", plan.Choice, norm_plan.NormChoice)
 
 
 def hidden_sizes(text: str) -> list[int]:
@@ -42,7 +43,9 @@ def hidden_sizes(text: str) -> list[int]:
     return found
 
 
-def measure(comm: Communicator, hidden: Sequence[int], replays: int, mpi: Any) -> norm_plan.NormTable:
+def measure(
+    comm: Communicator, backend: IpcBackend, hidden: Sequence[int], replays: int, mpi: Any
+) -> norm_plan.NormTable:  # fmt: skip
     """The table with these hidden sizes, and with those of the present table, as far as there is room. Collective.
 
     :raises IpcReduceError: on every rank, if a result is wrong.
@@ -51,33 +54,31 @@ def measure(comm: Communicator, hidden: Sequence[int], replays: int, mpi: Any) -
     with cupy_runtime.load().cuda.Stream(non_blocking=True):
         for size, rows in product(hidden, norms.ROWS):
             message = norms.Message(rows, size, np.dtype(_DTYPE), comm, "none")
-            times = {
-                (algorithm, cluster): _time(comm, message, planned, replays, mpi)
-                for algorithm, cluster, planned in our_backend(comm, "tune").launches.norm_plans(message.source.shape)
-            }
+            every = norm_plan.every_plan(message.source.shape, backend.launches.gpus)
+            times = {choice: _time(backend, message, planned, replays, mpi) for choice, planned in every}
             if times:
-                _add(found, size, rows, times)
+                add_fastest(found, times, rows)
     comm.synchronize()
-    before = [one for one in our_backend(comm, "tune").launches.norm_table if one.hidden not in hidden]
+    before = [one for one in backend.launches.norm_table if one.hidden not in hidden]
     both = sorted([*found, *before], key=lambda one: (one.hidden, one.up_to))
     return norm_plan.checked_table(both if len(both) <= norm_plan.MAX_CHOICES else found)
 
 
-def _add(table: list[norm_plan.NormChoice], hidden: int, rows: int, times: dict[tuple[str, int], float]) -> None:
-    """Add the fastest kernel, or let the choice for fewer rows serve these, too."""
-    best = min(times, key=lambda way: times[way])
-    last = table[-1] if table and table[-1].hidden == hidden else None
-    if last is not None and times.get((last.algorithm, last.cluster), float("inf")) <= times[best] * (1 + GAIN):
-        table[-1] = replace(last, up_to=rows)
+def add_fastest(table: list[_Choice], times: dict[_Choice, float], size: int) -> None:
+    """Add the fastest choice for a size, or let that for the size before serve this one, too."""
+    best = min(times, key=lambda choice: times[choice])
+    before = replace(table[-1], up_to=size) if table else best
+    if table and before in times and times[before] <= times[best] * (1 + GAIN):
+        table[-1] = before
     else:
-        table.append(norm_plan.NormChoice(hidden, rows, *best))
+        table.append(best)
 
 
 def _time(
-    comm: Communicator, message: norms.Message, planned: norm_plan.NormPlan, replays: int, mpi: Any
+    backend: IpcBackend, message: norms.Message, planned: norm_plan.NormPlan, replays: int, mpi: Any
 ) -> float:  # fmt: skip
     """Time a launch, in microseconds. :raises IpcReduceError: if the result is wrong."""
-    backend, arrays = our_backend(comm, "tune"), message.source
+    arrays = message.source
     prepared = backend.launches.fused(with_norm(arrays.x.shape, arrays.shape), planned)
     assert prepared is not None
     addresses = NormAddresses(

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
 from ..page.fingerprint import Fingerprint, by_rank
-from ..page.records import rows
+from ..page.records import filled, rows
 from ..texts import decoded, described, encoded, text_in
 from .faults import USE_AGAIN
 from .sequence import CallSequence
@@ -33,9 +33,7 @@ class Vote:
 
     def pack(self) -> bytes:
         """The vote as bytes for a round. Its text is cut to the room."""
-        row: np.ndarray[Any, Any] = np.zeros(1, _VOTE)
-        row[0] = (self.call, self.ok, self.count, self.crc, encoded(self.text, _TEXT_BYTES))
-        return row.tobytes()
+        return filled(_VOTE, **vars(self)).tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> Vote:

@@ -14,8 +14,9 @@ from ..calls import faults
 from ..calls.backend import Backend
 from ..calls.request import Request
 from ..calls.sequence import CallSequence
-from ..cuda import driver, streams
-from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, report
+from ..cuda import current_streams, driver, streams
+from ..cuda.contexts import using
+from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, Reach, report
 from ..interrupts import uninterrupted
 from ..originals import time
 from ..page.control_page import REFUSED, TOLD, Page
@@ -126,6 +127,13 @@ class DeviceBackend(Backend):
     def is_capturing(self, stream: Stream) -> bool:
         """True if ``stream`` is part of a capture: its work does not run yet."""
         return streams.capture_id(stream) != 0
+
+    def check_not_captured(self, what: str, kind: type[IpcReduceError]) -> None:
+        """Check that no current stream is being captured, for the method ``what``. :raises: ``kind``, if one is."""
+        with using(self.context):
+            if any(map(self.is_capturing, current_streams.streams(self.device.ordinal))):
+                text = f"{what} was called while the current stream is being captured. End that capture first"
+                raise kind(text, reach=Reach.CAPTURED)
 
     def use_context(self) -> None:
         """Make the communicator's context current in a thread without one. :raises ArgumentError: if it has another."""
@@ -244,7 +252,7 @@ class DeviceBackend(Backend):
         untrack(self.order)
         attempt(self.context, *(unmap for unmap, _ in self.shared))
         self.page.leave()
-        while not self.peers_have_left() and clock.now() < deadline:
+        while not have_left(self.page) and clock.now() < deadline:
             time.sleep(1e-3)
         self.end()
         for action in free:
@@ -258,11 +266,7 @@ class DeviceBackend(Backend):
     def end(self) -> None:
         """Free everything of this backend, or let it be freed later. The peers have left, or have not come in time."""
 
-    def peers_have_left(self) -> bool:
-        """True if no other process uses this communicator, or this rank's memory, any more."""
-        return have_left(self.page)
-
 
 def have_left(page: Page) -> bool:
-    """True if no other rank uses anything of this rank's any more."""
+    """True if no other rank uses the communicator, or anything of this rank's, any more."""
     return all(page.has_unmapped(rank) for rank in range(page.n) if rank != page.rank)

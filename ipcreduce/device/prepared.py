@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,18 +28,21 @@ class BoundLaunch:
         self.fingerprint, self.launch, self.argument = fingerprint, launch, argument
 
 
-class Step(Protocol):
-    """A part of a call: the launch of one kernel, or calls of NCCL."""
+class Step:
+    """A part of a call: the launch of one kernel, or calls of NCCL.
 
-    @property
-    def start(self) -> Start:
-        """A function that puts the step on a stream, for the addresses of the call."""
+    :ivar start: a function that puts the step on a stream, for the addresses of the call.
+    """
+
+    __slots__ = ()
+    start: Start
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
         """The function to call, and its first argument, for a call that is repeated with these addresses."""
+        return self.start, addresses
 
 
-class KernelStep:
+class KernelStep(Step):
     """One launch of a kernel.
 
     :ivar set: sets the addresses of a call in the launch's arguments.
@@ -56,12 +59,8 @@ class KernelStep:
         self.set(addresses)
         self.launch.run(stream)
 
-    def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """The function that launches it, and the addresses as its argument."""
-        return self.start, addresses
 
-
-class OwnStep:
+class OwnStep(Step):
     """A step made by a function of the backend. ``bind``: makes :meth:`bound`'s result; None: ``start`` itself."""
 
     __slots__ = ("_bind", "start")
@@ -70,8 +69,8 @@ class OwnStep:
         self.start, self._bind = start, bind
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """The function to call, and its first argument, for a call that is repeated with these addresses."""
-        return (self.start, addresses) if self._bind is None else self._bind(addresses)
+        """What ``bind`` makes, if it is given."""
+        return super().bound(addresses) if self._bind is None else self._bind(addresses)
 
 
 @dataclass(frozen=True, kw_only=True)

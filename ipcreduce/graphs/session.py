@@ -15,7 +15,6 @@ from ..calls import call_lock
 from ..calls.sequence import CallSequence
 from ..calls.votes import agree
 from ..cuda import cupy_runtime, current_streams
-from ..cuda.contexts import using
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.prepared import BoundLaunch, Prepared
@@ -302,10 +301,7 @@ class GraphSession:
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("recover() was called within a recording. Leave the with block first")
             if backend is not None:
-                with using(backend.context):
-                    if any(map(backend.is_capturing, current_streams.streams(backend.device.ordinal))):
-                        text = "recover() was called while the current stream is being captured. End that capture first"
-                        raise CaptureError(text, reach=Reach.CAPTURED)
+                backend.check_not_captured("recover()", CaptureError)
             return calls.recover()
 
     def wait(self, stream: Stream | None) -> None:

@@ -71,9 +71,8 @@ class IpcBackend(DeviceBackend):
             lines.append(f"plan: tuned for RMSNorm of hidden size {hidden}")
         if self.not_virtual:
             lines.append(f"workspace: behind IPC handles, not in virtual memory: {self.not_virtual}")
-        if launches.sharing > 1:
-            most = plan.most_blocks(launches.resident, launches.sharing)
-            lines.append(f"plan: {launches.sharing} ranks on a GPU, so at most {most} blocks a launch")
+        if (sharing := launches.gpus.sharing) > 1:
+            lines.append(f"plan: {sharing} ranks on a GPU, so at most {launches.gpus.most_blocks} blocks a launch")
             lines.append('to spread the ranks over all GPUs, pass device="auto"')
         return lines
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..calls.addresses import Places
 from ..cuda import driver
 from ..device.arguments import BYTES, IN, OUT, OUTS, Setter, Words
-from ..device.prepared import Start
+from ..device.prepared import Step
 from ..types import Stream
 from . import lists
 from .lists import ListPlan
@@ -35,15 +35,14 @@ def copy_grid(nbytes: int) -> tuple[int, int]:
     return min(_COPY_BLOCKS, -(-nbytes // (_COPY_BATCH * PACKET_BYTES * _COPY_THREADS))), _COPY_THREADS
 
 
-def in_area(args: Words, workspace: Workspace, nbytes: int) -> Words:
+def in_area(args: Words, workspace: Workspace) -> Words:
     """The arguments of a launch of bulk.cu that takes a message from the area and leaves its result there."""
-    args[BYTES] = nbytes
     args[OUTS : OUTS + workspace.n] = [peer + workspace.area for peer in workspace.peers]
     args[IN] = args[OUT] = args[OUTS]
     return args
 
 
-class BulkStep:
+class BulkStep(Step):
     """The three launches of a call on one array, or of a part of it: see :class:`Step`.
 
     :param setters: set the addresses of a call in the arguments of the two copies.
@@ -83,12 +82,8 @@ class BulkStep:
         copy[_FIRST], copy[_COUNT] = self._own
         return at
 
-    def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """The function to call, and its first argument, for a call that is repeated with these addresses."""
-        return self.start, addresses
 
-
-class BulkListStep:
+class BulkListStep(Step):
     """The three launches of a list, or of a part of it: see :class:`Step`. The addresses are :data:`Places`."""
 
     __slots__ = ("_exchange", "_in_area", "_inward", "_outward")
@@ -109,7 +104,3 @@ class BulkListStep:
         self._inward.start_parts((read, self._in_area), stream)
         self._exchange.run(stream)
         self._outward.start_parts((self._in_area, written), stream)
-
-    def bound(self, places: Places) -> tuple[Start, Places]:
-        """The function to call, and its first argument, for a call that is repeated with these addresses."""
-        return self.start, places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,17 @@ class Launches:
         algorithm: str | None, before_loading: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.algorithm = algorithm
+        self._forced_norm = None if algorithm == plan.BULK else algorithm  # bulk.cu has no kernel with a norm
         self.table: plan.Table = ()  # until the ranks have agreed on one
         self.norm_table: norm_plan.NormTable = ()  # so is this
         self.further_kernels: set[tuple[str, int]] = set()  # (algorithm, depth), to be loaded beside the planned ones
         self.most_parts = lists.SHORT  # of a list in one launch, until they have compared their drivers
         self.fuses = True  # bench also times pairs of kernels
-        self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.kernels = Kernels(context, capability, before_loading, workspace.n, workspace.rank)
         self._workspace, self._control, self._timeout = workspace, control, timeout
+        self.gpus = plan.Gpus(  # of one rank each, until they have compared them
+            workspace.n, workspace.half_bytes, area=workspace.area_bytes, clusters=self.kernels.programmatic
+        )  # fmt: skip
 
     def prepare(self, request: Request) -> Prepared | None:
         """The launches of a call, compiled if need be; None if the exchange and the epilogue cannot be one kernel.
@@ -77,46 +80,31 @@ class Launches:
         if step.algorithm == plan.BULK:
             return self._bulk_step(step, request, table)
         launch = self.launch(step, kind, request.op, table=table, expression=expression)
-        words = launch.args.data
-        if expression is None:
-            return KernelStep(launch, arguments.plain_setter(words, step.offset), step)
-        return KernelStep(launch, arguments.map_setter(words, step.offset, itemsize, expression, behind=False), step)
+        return KernelStep(launch, _setter(launch, step, request), step)
 
     def _bulk_step(self, step: plan.LaunchPlan, request: Request, table: Words | None) -> bulk.BulkStep:
         ((_, kind),) = request.members
-        expression, workspace, itemsize = request.epilogue, self._workspace, KINDS[kind].itemsize
-        inward, outward = self._copy(step, kind), self._copy(step, kind, table=table, expression=expression)
-        read, written = inward.args.data, outward.args.data
-        setters = [arguments.plain_setter(words, step.offset) for words in (read, written)]
-        if expression is not None:
-            setters[1] = arguments.map_setter(written, step.offset, itemsize, expression, behind=False)
+        expression, workspace = request.epilogue, self._workspace
+        inward = self._copy(step, _copy_kernel(kind))
+        outward = self._copy(step, _copy_kernel(kind, expression=expression), table)
+        setters = [arguments.plain_setter(inward.args.data, step.offset), _setter(outward, step, request)]
         own = bulk.own_chunk(step.nbytes, workspace.n, workspace.rank)
         exchange = self._exchange(step, kind, request.op)
         return bulk.BulkStep(inward, exchange, outward, setters, own, maps=expression is not None)
 
     def _exchange(self, step: plan.LaunchPlan, kind: str, op: str) -> driver.Launch:
-        args = bulk.in_area(self._arguments(plan.code_offset(kind, op)), self._workspace, step.nbytes)
+        args = bulk.in_area(self._arguments(plan.code_offset(kind, op), step.nbytes), self._workspace)
         return self.kernels.launch(Kernel(plan.BULK, reduced_as(kind), op), step.grid, step.block, args)
 
-    def _copy(
-        self, step: plan.LaunchPlan, kind: str, *, table: Words | None = None, parts: int = 0,
-        expression: Expression | None = None,
-    ) -> driver.Launch:  # fmt: skip
-        args = self._arguments(0)
-        args[BYTES] = step.nbytes
-        if table is not None:
-            args = np.concatenate([args, table])
-        return self.kernels.launch(_copy_kernel(kind, parts, expression), *bulk.copy_grid(step.nbytes), args)
+    def _copy(self, step: plan.LaunchPlan, kernel: Kernel, table: Words | None = None) -> driver.Launch:
+        return self.kernels.launch(kernel, *bulk.copy_grid(step.nbytes), self._arguments(0, step.nbytes, table))
 
     def launch(
         self, step: plan.LaunchPlan, dtype: str, op: str, *, table: Words | None = None, parts: int = 0,
         expression: Expression | None = None,
     ) -> driver.Launch:  # fmt: skip
         """Make one launch, in whose arguments the addresses are still to be set."""
-        args = self._arguments(plan.code_offset(dtype, op))
-        args[BYTES] = step.nbytes
-        if table is not None:
-            args = np.concatenate([args, table])
+        args = self._arguments(plan.code_offset(dtype, op), step.nbytes, table)
         kernel = Kernel(step.algorithm, _compiled_as(dtype, expression), op, step.depth, parts, expression)
         return self.kernels.launch(kernel, step.grid, step.block, args)
 
@@ -137,7 +125,7 @@ class Launches:
         table, parts = lists.table(one), one.parts
         if one.step.algorithm != plan.BULK:
             return lists.step(one, self.launch(one.step, kind, op, table=table, parts=parts), length)
-        inward, outward = (self._copy(one.step, kind, table=table, parts=parts) for _ in range(2))
+        inward, outward = (self._copy(one.step, _copy_kernel(kind, parts), table) for _ in range(2))
         return bulk.BulkListStep(one, inward, self._exchange(one.step, kind, op), outward, length)
 
     def _of_parts(self, request: Request) -> Prepared:
@@ -162,7 +150,7 @@ class Launches:
             for one in planned:
                 args = np.concatenate([base, parts.table(one)])
                 args[BYTES] = one.longest * plan.PACKET_BYTES
-                shape = tiles[:2] if tiles else self._parts_shape(one.longest, request.sms)
+                shape = tiles[:2] if tiles else plan.parts_shape(one.longest, self.gpus, request.sms)
                 launch = self.kernels.launch(Kernel(name, dtype, op, members=parts.places(one)), *shape, args)
                 steps.append(parts.step(one, launch, gathers=request.split.collective.gathers, length=length))
                 names.append(name)
@@ -176,52 +164,39 @@ class Launches:
             return None
         steps = []
         ((dtype, kind, _),) = parts.together(request, workspace.n)
-        for one in plan.spread_plan(
-            request.nbytes, workspace.n, workspace.half_bytes, self.algorithm, self.resident, self.sharing
-        ):
-            args = self._arguments(plan.code_offset(kind, one.algorithm))
-            args[BYTES], args[arguments.OUTS] = one.nbytes, split.root
+        for one in plan.spread_plan(request.nbytes, self.gpus, self.algorithm):
+            args = self._arguments(plan.code_offset(kind, one.algorithm), one.nbytes)
+            args[arguments.OUTS] = split.root
             launch = self.kernels.launch(Kernel(one.algorithm, dtype), one.grid, one.block, args)
             steps.append(KernelStep(launch, arguments.plain_setter(launch.args.data, one.offset)))
         return _prepared(request, steps, ["spread"] * len(steps)) if steps else None
 
-    def _parts_shape(self, packets: int, sms: int | None) -> tuple[int, int]:
-        return plan.parts_shape(packets, self._workspace.n, self.resident, self.sharing, sms)
-
     def _tiles(self, every: Mapping[int, Rows], request: Request) -> plan.Tiles | None:
         """The shape of a launch with few blocks; None if other kernels take these arrays."""
-        n, sms = self._workspace.n, request.sms
+        sms = request.sms
         if [one.rows for one in every.values()] != [1] or self.algorithm not in (None, plan.BULK):
             return None
         longest = max(max(one.widths) for one in every.values())
         if self.algorithm is None:
             if sms is None or longest < plan.BULK_BYTES:
                 return None
-            if self._parts_shape(-(-longest // plan.PACKET_BYTES), None)[0] <= sms:
+            if plan.parts_shape(-(-longest // plan.PACKET_BYTES), self.gpus, None)[0] <= sms:
                 return None
-        most = plan.EPOCH_SLOTS if sms is None else sms
-        room, reduces = self._workspace.area_bytes, bool(request.op)
-        return plan.tiles(room, n, most, self.resident, self.sharing, reduces=reduces)
+        return plan.tiles(self.gpus, plan.EPOCH_SLOTS if sms is None else sms, reduces=bool(request.op))
 
-    def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
-        return self.planned(nbytes, self.algorithm, self.table, sms)
-
-    def planned(
-        self, nbytes: int, forced: str | None = None, table: plan.Table = (), sms: int | None = None
-    ) -> tuple[plan.LaunchPlan, ...]:
-        """:func:`plan.make_plan` for this communicator."""
-        n, half_bytes, area = self._workspace.n, self._workspace.half_bytes, self._workspace.area_bytes
+    def _planned(self, nbytes: int, sms: int | None) -> tuple[plan.LaunchPlan, ...]:
         most = plan.EPOCH_SLOTS if sms is None else min(sms, plan.EPOCH_SLOTS)
-        return plan.make_plan(nbytes, n, half_bytes, forced, table, self.resident, self.sharing, most, area)
+        return plan.make_plan(nbytes, self.gpus, self.algorithm, self.table, most)
 
-    def _arguments(self, offset: int) -> Words:
-        args, workspace, control = arguments.empty(0), self._workspace, self._control
+    def _arguments(self, offset: int, nbytes: int = 0, table: Words | None = None) -> Words:
+        """:param offset: of the slots. :param table: what comes after the arguments of all kernels."""
+        args, workspace, control = arguments.empty(nbytes), self._workspace, self._control
         args[arguments.PEERS : arguments.PEERS + workspace.n] = [peer + offset for peer in workspace.peers]
         args[arguments.HALF], args[arguments.EPOCHS] = workspace.half_bytes, workspace.address
         args[arguments.ABORT] = control + ABORT_OFFSET
         args[arguments.MISSING] = control + missing_offset(workspace.rank)
         args[TIMEOUT] = int(self._timeout * 1e9)
-        return args
+        return args if table is None else np.concatenate([args, table])
 
     def _load_all(
         self, kind: str, steps: Sequence[plan.LaunchPlan], parts: int = 0, expression: Expression | None = None,
@@ -258,26 +233,16 @@ class Launches:
 
         wanted = kernel(planned.kernel, planned.cluster, planned.depth)
         # All that rows of this length need are loaded at once, because loading waits for all work on the device.
-        variants = norm_plan.variants(shape, self._workspace.n, *self._norm_limits())
+        variants = norm_plan.variants(shape, self.gpus, self._forced_norm, self.norm_table)
         self.kernels.load([wanted, *(kernel(*variant) for variant in sorted(variants))])
-        base = self._arguments(plan.code_offset(shape.dtype, "norm"))
-        args = np.concatenate([base, arguments.norm_table(shape)])
+        args = self._arguments(plan.code_offset(shape.dtype, "norm"), table=arguments.norm_table(shape))
         launch = self.kernels.launch(wanted, planned.grid, planned.block, args)
-        step = KernelStep(launch, arguments.norm_setter(args.data, len(base), shape))
+        step = KernelStep(launch, arguments.norm_setter(args.data, arguments.ARG_WORDS, shape))
         return _prepared(request, [step], [planned.kernel], plan.PACKET_BYTES)
-
-    def norm_plans(self, shape: NormShape) -> Iterator[tuple[str, int, norm_plan.NormPlan]]:
-        """:func:`norm_plan.every_plan` for this communicator."""
-        n, half_bytes = self._workspace.n, self._workspace.half_bytes
-        return norm_plan.every_plan(shape, n, half_bytes, self.resident, self.sharing, self.kernels.programmatic)
-
-    def _norm_limits(self) -> tuple[str | None, int, int, bool, norm_plan.NormTable]:
-        forced = None if self.algorithm == plan.BULK else self.algorithm  # bulk.cu has no kernel with a norm
-        return forced, self.resident, self.sharing, self.kernels.programmatic, self.norm_table
 
     def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:
         """:func:`norm_plan.make_plan` for this communicator."""
-        return norm_plan.make_plan(shape, self._workspace.n, self._workspace.half_bytes, *self._norm_limits())
+        return norm_plan.make_plan(shape, self.gpus, self._forced_norm, self.norm_table)
 
     # ---- tests and measurements of the links
     def load_verify(self) -> None:
@@ -292,9 +257,8 @@ class Launches:
         """
         verdict = np.zeros(plan.MAX_RANKS, np.uint32)
         if self._workspace.n > 1:
-            args = self._arguments(0)
-            args[OUT] = self._workspace.address  # not in use yet
-            args[BYTES], args[TIMEOUT] = rounds, int(seconds * 1e9)
+            args = self._arguments(0, rounds)
+            args[OUT], args[TIMEOUT] = self._workspace.address, int(seconds * 1e9)  # there it is not in use yet
             driver.Launch(self.kernels.function(_VERIFY), self._workspace.n - 1, 32, args).run(DEFAULT_STREAM)
             driver.synchronize()
             driver.copy_to_host(verdict, self._workspace.address)
@@ -302,12 +266,19 @@ class Launches:
 
     def limit(self, nbytes: int, grid: int, block: int) -> driver.Launch:
         """A launch of limit.cu for bench: ``nbytes`` bytes to each peer, for which the workspace must have room."""
-        args = self._arguments(0)
-        args[BYTES] = nbytes
-        return self.kernels.launch(_LIMIT, grid, block, args)
+        return self.kernels.launch(_LIMIT, grid, block, self._arguments(0, nbytes))
 
 
-def _copy_kernel(kind: str, parts: int, expression: Expression | None) -> Kernel:
+def _setter(launch: driver.Launch, step: plan.LaunchPlan, request: Request) -> arguments.Setter:
+    """A function that sets the addresses of a call on one array, in a launch that writes its result."""
+    ((_, kind),) = request.members
+    if request.epilogue is None:
+        return arguments.plain_setter(launch.args.data, step.offset)
+    itemsize = KINDS[kind].itemsize
+    return arguments.map_setter(launch.args.data, step.offset, itemsize, request.epilogue, behind=False)
+
+
+def _copy_kernel(kind: str, parts: int = 0, expression: Expression | None = None) -> Kernel:
     return Kernel("copy", _compiled_as(kind, expression), parts=parts, expression=expression, alone=True)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..calls.addresses import Addresses, Places
 from ..cuda import driver
 from ..device.arguments import ARG_WORDS, IN, OUT, Setter, Words, part_table
-from ..device.prepared import Start
+from ..device.prepared import Start, Step
 from ..types import Stream
 from .plan import PACKET_BYTES, LaunchPlan
 
@@ -101,7 +101,7 @@ def step(plan: ListPlan, launch: driver.Launch, length: int) -> ListStep:
     return ListStep(launch, setter(plan, launch.args), plan.members, (plan.offsets, plan.offsets), length)
 
 
-class ListStep:
+class ListStep(Step):
     """One launch of a list: see :class:`Step`. Its addresses are :data:`Places`, by member of the list.
 
     :param set_parts: sets the places by part in the launch's arguments.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..calls.request import ITEMSIZES, NormShape
+from ..calls.request import NormShape
 from .plan import (
     ALGORITHMS,
     CODE_BYTES,
@@ -20,8 +20,7 @@ from .plan import (
     MB,
     ONE_HOP_BYTES,
     PACKET_BYTES,
-    RESIDENT,
-    most_blocks,
+    Gpus,
     row_bytes,
 )
 
@@ -86,99 +85,85 @@ class NormPlan:
     block: int
     staging: int  # bytes in each half of each workspace
 
+    def fits(self, gpus: Gpus) -> bool:
+        """True if the workspaces have room for it."""
+        return self.staging <= gpus.half_bytes - _CODES_END
+
     def tiles(self, rows: int) -> int:
         """The rows that a block has, one after the other."""
         return -(-rows // (self.grid // self.cluster))
 
 
-def most_threads(kernel: str, n: int, sharing: int, cluster: int, depth: int) -> int:
+def most_threads(kernel: str, gpus: Gpus, cluster: int, depth: int) -> int:
     """The most threads in a block: see the kernels. If ranks share a GPU, a multiprocessor has to hold two blocks."""
     if kernel == "fused_two_shot":
-        return _TWO_SHOT_THREADS[n]
-    if n == 2 and cluster == 2 and depth == 1:
+        return _TWO_SHOT_THREADS[gpus.n]
+    if gpus.n == 2 and cluster == 2 and depth == 1:
         return 512
-    return (1024 if n <= 4 else 512) // (1 if sharing == 1 else 2)
+    return (1024 if gpus.n <= 4 else 512) // (1 if gpus.sharing == 1 else 2)
 
 
 def make_plan(
-    shape: NormShape,
-    n: int,
-    half_bytes: int,
-    forced: str | None = None,
-    resident: int = RESIDENT,
-    sharing: int = 1,
-    clusters: bool = True,
-    table: NormTable = (),
-) -> NormPlan | None:
+    shape: NormShape, gpus: Gpus, forced: str | None = None, table: NormTable = ()
+) -> NormPlan | None:  # fmt: skip
     """Plan the launch for rows of ``shape``, which are aligned; None if no fused kernel takes them.
 
-    :param clusters: the GPUs have clusters of blocks (sm_90). See :func:`ipcreduce.ipc.plan.make_plan` for the others.
+    See :func:`ipcreduce.ipc.plan.make_plan` for the arguments.
     """
+    n = gpus.n
     if n == 1 or not shape.rows or not _has_kernel(shape):
         return None
-    nbytes = shape.elements * ITEMSIZES[shape.dtype]
-    too_long = shape.hidden > (_LONG_HIDDEN if clusters and shape.rows <= _MANY_ROWS else _SHORT_HIDDEN)
+    too_long = shape.hidden > (_LONG_HIDDEN if gpus.clusters and shape.rows <= _MANY_ROWS else _SHORT_HIDDEN)
     # As for the plain all-reduce, because the norm costs the same after both. Over 2 ranks very long rows, and long
     # ones if they are many, go in two hops from 2 MB on, since then a block has fewer threads.
     most = 2 * MB if n == 2 and too_long else ONE_HOP_BYTES[n]
-    algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
+    algorithm = forced or ("one_shot" if shape.nbytes <= most else "two_shot")
     names = dict.fromkeys((algorithm, forced or "two_shot"))  # two_shot needs less room
     if n == 2 and not forced:
         names["one_shot"] = None  # for as much room it holds rows of which two_shot has too many
-    ways = [(name, cluster) for name in names for cluster in (_clusters(shape, name) if clusters else [1])]
-    chosen = [
-        (one.algorithm, one.cluster) for one in _choices(shape, forced, clusters, table) if shape.rows <= one.up_to
-    ]
-    for name, cluster in (*chosen[:1], *ways):
-        plan = plan_launch(ALGORITHMS[name].fused, cluster, shape, n, resident, sharing)
-        if plan is not None and plan.staging <= half_bytes - _CODES_END:
-            return plan
-    return None
+    ways = [(name, cluster) for name in names for cluster in (_clusters(shape, name) if gpus.clusters else [1])]
+    chosen = [(one.algorithm, one.cluster) for one in _choices(shape, gpus, forced, table) if shape.rows <= one.up_to]
+    plans = (plan_launch(ALGORITHMS[name].fused, cluster, shape, gpus) for name, cluster in (*chosen[:1], *ways))
+    return next((plan for plan in plans if plan is not None and plan.fits(gpus)), None)
 
 
 def _has_kernel(shape: NormShape) -> bool:
     return shape.dtype in FUSED_DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MAX_HIDDEN
 
 
-def _choices(shape: NormShape, forced: str | None, clusters: bool, table: NormTable) -> list[NormChoice]:
+def _choices(shape: NormShape, gpus: Gpus, forced: str | None, table: NormTable) -> list[NormChoice]:
     """The measured choices for rows of this length, of which the last one is for any number of rows."""
-    found = [] if forced else [one for one in table if one.hidden == shape.hidden and (clusters or one.cluster == 1)]
+    usable = [one for one in table if one.hidden == shape.hidden and (gpus.clusters or one.cluster == 1)]
+    found = [] if forced else usable
     return [*found[:-1], *(replace(last, up_to=max(last.up_to, shape.rows)) for last in found[-1:])]
 
 
-def every_plan(
-    shape: NormShape, n: int, half_bytes: int, resident: int = RESIDENT, sharing: int = 1, clusters: bool = True
-) -> Iterator[tuple[str, int, NormPlan]]:
-    """Every launch that a table can choose for ``shape``: its algorithm, its blocks for a row, and its plan."""
-    if n > 1 and shape.rows and _has_kernel(shape):
+def every_plan(shape: NormShape, gpus: Gpus) -> Iterator[tuple[NormChoice, NormPlan]]:
+    """Every launch that a table can choose for ``shape``: the choice, and its plan."""
+    if gpus.n > 1 and shape.rows and _has_kernel(shape):
         for name, algorithm in ALGORITHMS.items():
-            for cluster in _clusters_for(shape.hidden) if clusters else [1]:
-                plan = plan_launch(algorithm.fused, cluster, shape, n, resident, sharing)
-                if plan is not None and plan.staging <= half_bytes - _CODES_END:
-                    yield name, cluster, plan
+            for cluster in _clusters_for(shape.hidden) if gpus.clusters else [1]:
+                plan = plan_launch(algorithm.fused, cluster, shape, gpus)
+                if plan is not None and plan.fits(gpus):
+                    yield NormChoice(shape.hidden, shape.rows, name, cluster), plan
 
 
 def variants(
-    shape: NormShape, n: int, forced: str | None = None, resident: int = RESIDENT, sharing: int = 1,
-    clusters: bool = True, table: NormTable = (),
+    shape: NormShape, gpus: Gpus, forced: str | None = None, table: NormTable = ()
 ) -> set[tuple[str, int, int]]:  # fmt: skip
     """The kernel, cluster and depth of every launch for rows of this length, of any number, if there is room."""
-    found = set()
-    limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
+    found: set[NormPlan | None] = set()
+    gpus = gpus._replace(half_bytes=1 << 62)
+    limits = {gpus.most_blocks, min(gpus.resident, gpus.most_blocks)}
     edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {EPOCH_SLOTS, *_ROWS}
     for name in [forced] if forced else [*ALGORITHMS]:
         for rows in {1} | edges | {edge + 1 for edge in edges}:  # the plan may change at these numbers
-            one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
-            plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
-            if plan is not None:
-                found.add((plan.kernel, plan.cluster, plan.depth))
-    for choice in _choices(shape, forced, clusters, table):
+            found.add(make_plan(replace(shape, rows=rows), gpus, name))
+    for choice in _choices(shape, gpus, forced, table):
         for rows in (1, _MANY_ROWS + 1):
-            kernel, one = ALGORITHMS[choice.algorithm].fused, replace(shape, rows=rows)
-            plan = plan_launch(kernel, choice.cluster, one, n, resident, sharing)
-            if plan is not None:
-                found.add((plan.kernel, plan.cluster, plan.depth))
-    return found
+            kernel = ALGORITHMS[choice.algorithm].fused
+            found.add(plan_launch(kernel, choice.cluster, replace(shape, rows=rows), gpus))
+    return {(plan.kernel, plan.cluster, plan.depth) for plan in found if plan is not None}
 
 
 def _clusters(shape: NormShape, algorithm: str) -> list[int]:
@@ -197,30 +182,28 @@ def _clusters(shape: NormShape, algorithm: str) -> list[int]:
     return [2, *fewest] if hidden > _WIDE_BLOCK * UNIT and rows <= _MANY_ROWS else fewest
 
 
-def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:
+def plan_launch(kernel: str, cluster: int, shape: NormShape, gpus: Gpus) -> NormPlan | None:
     """Plan a launch with so many blocks for a row, whatever the room.
 
     None if they do not hold it, or if it takes tiles, which clusters do not have.
     """
     two_shot = kernel == "fused_two_shot"
     units = shape.hidden // UNIT
-    parts = cluster * (n if two_shot else 1)
+    parts = cluster * (gpus.n if two_shot else 1)
     for depth in (1,) if two_shot else range(1, _MAX_DEPTH + 1):
         share = _SHARE * -(-units // (_SHARE * parts * depth))
         block = 32 * -(-share // 32)
         is_wide = block > _WIDE_BLOCK and shape.rows > _MANY_ROWS
-        if block <= most_threads(kernel, n, sharing, cluster, depth) and not (is_wide and depth < _MAX_DEPTH):
+        if block <= most_threads(kernel, gpus, cluster, depth) and not (is_wide and depth < _MAX_DEPTH):
             break
     else:
         return None
-    blocks = most_blocks(resident, sharing)
-    if two_shot:
-        blocks = min(blocks, resident)
+    blocks = min(gpus.most_blocks, gpus.resident) if two_shot else gpus.most_blocks
     if cluster > 1 and shape.rows * cluster > blocks:
         return None
     grid = min(shape.rows * cluster, blocks)
     slots = block * grid * depth * -(-shape.rows * cluster // grid)
-    staging = (n - 1) * (2 if two_shot else 1) * row_bytes(slots)
+    staging = (gpus.n - 1) * (2 if two_shot else 1) * row_bytes(slots)
     if slots * PACKET_BYTES >= 1 << 32:  # the kernels count slots in 32 bits
         return None
     return NormPlan(kernel, cluster, depth, grid, block, staging)

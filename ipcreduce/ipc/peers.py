@@ -77,8 +77,8 @@ def start(
             )  # fmt: skip
         _verify(ranks, backend, devices, deadline)
         backend.launches.table, backend.launches.norm_table = _share_tables(ranks, devices, deadline, warn)
-        backend.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
-        backend.launches.sharing = most_on_a_gpu(devices)
+        resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
+        backend.launches.gpus = backend.launches.gpus._replace(resident=resident, sharing=most_on_a_gpu(devices))
         backend.launches.most_parts = lists.most_parts(min(devices["driver"].tolist()))
         backend.not_virtual = not_virtual
         return backend

@@ -92,6 +92,49 @@ class Choice:
 Table = tuple[Choice, ...]  # by size. The last row also serves all larger messages. Empty: the defaults below
 
 
+class Gpus(NamedTuple):
+    """What plans depend on besides a call: the ranks' GPUs and workspaces. The same values on every rank.
+
+    :ivar n: the number of ranks. :ivar half_bytes: the size of each half of a workspace.
+    :ivar resident: the number of blocks that every GPU holds at once, as :data:`RESIDENT`.
+    :ivar sharing: the most ranks on one GPU.
+    :ivar area: the bytes in which :data:`BULK` works; 0 for GPUs without that.
+    :ivar clusters: the GPUs have clusters of blocks (sm_90).
+    """
+
+    n: int
+    half_bytes: int
+    resident: int = RESIDENT
+    sharing: int = 1
+    area: int = 0
+    clusters: bool = True
+
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks of one launch for which the blocks of all ranks on a GPU are resident at once.
+
+        If ranks share a GPU, blocks that wait for a peer must not keep the peer's blocks from running. A block then has
+        at most 512 threads, and ``resident`` counts two such blocks for each multiprocessor, for which every kernel
+        leaves room. A rank may have two grids there: with programmatic launch, the next grid waits beside the running
+        one.
+        """
+        return EPOCH_SLOTS if self.sharing == 1 else max(1, self.resident // (2 * self.sharing))
+
+    @property
+    def most_resident(self) -> int:
+        """The most blocks of a launch by bulk copies, of which a multiprocessor holds one."""
+        return max(1, min(self.resident, self.most_blocks) // 2)
+
+    @property
+    def one_shot_threads(self) -> int:
+        """The most threads in a block of one_shot. A multiprocessor may have room for one block of 1,024 only."""
+        return 1024 if self.sharing == 1 else 512
+
+    def resident_blocks(self, block: int, depth: int) -> int:
+        """The number of blocks of a two_shot launch that every rank's GPU holds at once, at most ``EPOCH_SLOTS``."""
+        return min(EPOCH_SLOTS, self.resident * most_threads("two_shot", depth, self.n) // block)
+
+
 def most_threads(algorithm: str, depth: int, n: int) -> int:
     """The most threads in a block of one_shot or two_shot; 0 if there is no such kernel."""
     if algorithm == "one_shot":
@@ -99,21 +142,6 @@ def most_threads(algorithm: str, depth: int, n: int) -> int:
     if algorithm == "two_shot" and depth in (1, 2, 4):
         return 512 if depth * n <= 4 else 256
     return 0
-
-
-def most_blocks(resident: int, sharing: int) -> int:
-    """The most blocks of one launch for which the blocks of all ranks on a GPU are resident at once.
-
-    If ranks share a GPU, blocks that wait for a peer must not keep the peer's blocks from running. A block then has at
-    most 512 threads, and ``resident`` counts two such blocks for each multiprocessor, for which every kernel leaves
-    room. A rank may have two grids there: with programmatic launch, the next grid waits beside the running one.
-    """
-    return EPOCH_SLOTS if sharing == 1 else max(1, resident // (2 * sharing))
-
-
-def resident_blocks(block: int, depth: int, n: int, resident: int) -> int:
-    """The number of blocks of a two_shot launch that every rank's GPU holds at once, at most ``EPOCH_SLOTS``."""
-    return min(EPOCH_SLOTS, resident * most_threads("two_shot", depth, n) // block)
 
 
 def checked_table(choices: Iterable[Choice], n: int) -> Table:
@@ -166,66 +194,49 @@ def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
 
 @lru_cache(maxsize=4096)
 def make_plan(
-    nbytes: int,
-    n: int,
-    half_bytes: int,
-    forced: str | None = None,
-    table: Table = (),
-    resident: int = RESIDENT,
-    sharing: int = 1,
-    sms: int = EPOCH_SLOTS,
-    area: int = 0,
+    nbytes: int, gpus: Gpus, forced: str | None = None, table: Table = (), sms: int = EPOCH_SLOTS
 ) -> tuple[LaunchPlan, ...]:
-    """Plan the launches, in order, for a message of ``nbytes`` bytes over ``n`` ranks.
+    """Plan the launches, in order, for a message of ``nbytes`` bytes.
 
-    :param half_bytes: the size of each half of the workspace, the same on every rank.
     :param forced: one of :data:`ALGORITHMS`, or :data:`BULK`, to use at any size; None for the fastest.
     :param table: measured choices, the same on every rank.
-    :param resident: the number of blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
-    :param sharing: the most ranks on one GPU, the same on every rank.
     :param sms: the most blocks of a launch.
-    :param area: the bytes in which :data:`BULK` works; 0 for GPUs without that.
     """
-    if not nbytes or n == 1:
+    if not nbytes or gpus.n == 1:
         return ()
-    if sms < EPOCH_SLOTS and area and not forced and nbytes >= BULK_BYTES:
-        usual = make_plan(nbytes, n, half_bytes, None, table, resident, sharing)
+    if sms < EPOCH_SLOTS and gpus.area and not forced and nbytes >= BULK_BYTES:
+        usual = make_plan(nbytes, gpus, None, table)
         forced = BULK if any(step.grid > sms for step in usual) else None
     if forced == BULK:
-        return _bulk_plan(nbytes, sms, area, resident, sharing)
-    choice, algorithm = None, forced or ("one_shot" if nbytes <= ONE_HOP_BYTES[n] else "two_shot")
+        return _bulk_plan(nbytes, gpus, sms)
+    choice, algorithm = None, forced or ("one_shot" if nbytes <= ONE_HOP_BYTES[gpus.n] else "two_shot")
     if table and not forced:
         choice = next((one for one in table if nbytes <= one.up_to), table[-1])
         algorithm = choice.algorithm
-    one_shot_packets = min(sms, most_blocks(resident, sharing)) * _one_shot_threads(sharing)
-    segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
+    segment = _segment_bytes(algorithm, gpus, sms)
     if algorithm == "one_shot" and not forced and nbytes > segment:  # two_shot needs less room, and its threads loop
         algorithm = "two_shot"
-        segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
-    return tuple(
-        plan_launch(algorithm, *piece, n, choice, resident, sharing, sms)
-        for piece in _even(nbytes, segment, _unit(segment))
-    )
+        segment = _segment_bytes(algorithm, gpus, sms)
+    pieces = _even(nbytes, segment, _unit(segment))
+    return tuple(plan_launch(algorithm, *piece, gpus, choice, sms) for piece in pieces)
 
 
-def _bulk_plan(nbytes: int, sms: int, area: int, resident: int, sharing: int) -> tuple[LaunchPlan, ...]:
-    grid = min(sms, _BULK_BLOCKS, most_resident(resident, sharing))
-    return tuple(LaunchPlan(BULK, *piece, grid, _BULK_THREADS, 1) for piece in _even(nbytes, area, _unit(nbytes)))
+def _bulk_plan(nbytes: int, gpus: Gpus, sms: int) -> tuple[LaunchPlan, ...]:
+    grid = min(sms, _BULK_BLOCKS, gpus.most_resident)
+    return tuple(LaunchPlan(BULK, *piece, grid, _BULK_THREADS, 1) for piece in _even(nbytes, gpus.area, _unit(nbytes)))
 
 
-def spread_plan(
-    nbytes: int, n: int, half_bytes: int, forced: str | None = None, resident: int = RESIDENT, sharing: int = 1
-) -> list[LaunchPlan]:  # fmt: skip
+def spread_plan(nbytes: int, gpus: Gpus, forced: str | None = None) -> list[LaunchPlan]:
     """Plan the launches of spread.cu for a broadcast, as :func:`make_plan`; none if gather.cu takes it."""
-    if n <= 2 or forced not in (None, "two_shot") or nbytes < (1 if forced else SPREAD_BYTES):
+    if gpus.n <= 2 or forced not in (None, "two_shot") or nbytes < (1 if forced else SPREAD_BYTES):
         return []
-    peers, room = n - 1, most_blocks(resident, sharing)  # each peer has a row of slots, and a chunk of the message
-    segment = min(packets_of_rows(peers, half_bytes) * peers * PACKET_BYTES, _LAUNCH_BYTES)
+    peers = gpus.n - 1  # each has a row of slots, and a chunk of the message
+    segment = min(packets_of_rows(peers, gpus.half_bytes) * peers * PACKET_BYTES, _LAUNCH_BYTES)
     segment -= segment % _unit(segment)
     plans = []
     for at, size in _even(nbytes, segment, _unit(segment)):
         columns = -(-size // PACKET_BYTES // peers)
-        shape = _looped_shape(columns, MAX_RANKS, room, resident, room)  # its blocks are those of two_shot over 8
+        shape = _looped_shape(columns, gpus._replace(n=MAX_RANKS), gpus.most_blocks)  # as of two_shot over 8
         plans.append(LaunchPlan("spread", at, size, *shape))
     return plans
 
@@ -237,11 +248,6 @@ def _even(nbytes: int, segment: int, unit: int) -> Iterator[tuple[int, int]]:
         yield at, min(even, nbytes - at)
 
 
-def most_resident(resident: int, sharing: int) -> int:
-    """The most blocks of a launch by bulk copies, of which a multiprocessor holds one."""
-    return max(1, min(resident, most_blocks(resident, sharing)) // 2)
-
-
 class Tiles(NamedTuple):
     """The launch of a kernel of tiles.cuh. :ivar round_tiles: those of a block in a round, which is T there."""
 
@@ -250,11 +256,11 @@ class Tiles(NamedTuple):
     round_tiles: int
 
 
-def tiles(area: int, n: int, sms: int, resident: int, sharing: int, *, reduces: bool) -> Tiles | None:
+def tiles(gpus: Gpus, sms: int, *, reduces: bool) -> Tiles | None:
     """The launch with as many blocks as have room in the area; None if not one has."""
-    room = area // (n - 1) if reduces else area  # of a message
-    tile = _STAGE_BYTES // (n if reduces else n - 1) // 128 * 128
-    most = min(sms, _TILE_BLOCKS, most_resident(resident, sharing), room // (_ROUNDS * _LEAST_TILES * tile))
+    room = gpus.area // (gpus.n - 1) if reduces else gpus.area  # of a message
+    tile = _STAGE_BYTES // (gpus.n if reduces else gpus.n - 1) // 128 * 128
+    most = min(sms, _TILE_BLOCKS, gpus.most_resident, room // (_ROUNDS * _LEAST_TILES * tile))
     return Tiles(most, _BULK_THREADS, room // (_ROUNDS * tile * most)) if most else None
 
 
@@ -286,69 +292,55 @@ def _unit(nbytes: int) -> int:
     return 16 * KB if nbytes > 16 * KB else PACKET_BYTES
 
 
-def _one_shot_threads(sharing: int) -> int:
-    """The most threads in a block of one_shot. A multiprocessor may have room for one block of 1,024 threads only."""
-    return 1024 if sharing == 1 else 512
-
-
 def packets_of_rows(rows: int, half_bytes: int) -> int:
     """The most packets of so many rows of slots in each half of a workspace."""
     room = half_bytes - CODES_BYTES
     return max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # room for 33 a warp, rounded to lines of 8
 
 
-def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: int) -> int:
-    """The bytes of the largest launch. one_shot has a thread for each packet, so at most ``one_shot_packets``."""
-    room = half_bytes - CODES_BYTES
-    row = ALGORITHMS[algorithm]
+def _segment_bytes(algorithm: str, gpus: Gpus, sms: int) -> int:
+    """The bytes of the largest launch. one_shot has a thread for each packet."""
+    n, half_bytes, row = gpus.n, gpus.half_bytes, ALGORITHMS[algorithm]
     packets = packets_of_rows((n - 1) * row.hops, half_bytes) * row.parts(n)
     if not row.loops:
-        packets = min(packets, one_shot_packets)
+        packets = min(packets, min(sms, gpus.most_blocks) * gpus.one_shot_threads)
     nbytes = min(packets * PACKET_BYTES, _LAUNCH_BYTES)
     nbytes -= nbytes % _unit(nbytes)
-    if staging_bytes(algorithm, nbytes, n) > room:
+    if staging_bytes(algorithm, nbytes, n) > half_bytes - CODES_BYTES:
         raise ValueError(f"a half of {half_bytes} bytes is too small for {n} ranks")
     return nbytes
 
 
 def plan_launch(
-    algorithm: str,
-    offset: int,
-    nbytes: int,
-    n: int,
-    choice: Choice | None = None,
-    resident: int = RESIDENT,
-    sharing: int = 1,
-    sms: int = EPOCH_SLOTS,
+    algorithm: str, offset: int, nbytes: int, gpus: Gpus, choice: Choice | None = None, sms: int = EPOCH_SLOTS
 ) -> LaunchPlan:
     """Plan one launch: by ``choice`` if it has this algorithm and its grid holds the message, or else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     row = ALGORITHMS[algorithm]
-    threads = -(-packets // row.parts(n))
-    room = most_blocks(resident, sharing)
-    most = min(sms, room)
+    threads = -(-packets // row.parts(gpus.n))
+    most = min(sms, gpus.most_blocks)
     if choice is not None and choice.algorithm == algorithm:
         grid = -(-threads // choice.block)
         if row.loops:
             grid = min(grid, choice.blocks, most)
-        if grid <= most and choice.block <= _one_shot_threads(sharing):
+        if grid <= most and choice.block <= gpus.one_shot_threads:
             return LaunchPlan(algorithm, offset, nbytes, grid, choice.block, choice.depth)
     if not row.loops:
-        return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, n, most, sharing))
-    return LaunchPlan(algorithm, offset, nbytes, *_looped_shape(threads, n, most, resident, room))
+        return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, gpus, most))
+    return LaunchPlan(algorithm, offset, nbytes, *_looped_shape(threads, gpus, most))
 
 
-def parts_shape(packets: int, n: int, resident: int, sharing: int, sms: int | None) -> tuple[int, int]:
+def parts_shape(packets: int, gpus: Gpus, sms: int | None) -> tuple[int, int]:
     """Grid and block of gather.cu or scatter.cu, if the longest message has so many packets."""
-    room = min(EPOCH_SLOTS if sms is None else sms, most_blocks(resident, sharing))
-    most = most_threads("two_shot", 1, n)
-    block = min(_one_shot_shape(packets, n, room, sharing)[1], most)
-    if packets > (64 * KB if n == 2 else 512):
+    room = min(EPOCH_SLOTS if sms is None else sms, gpus.most_blocks)
+    most = most_threads("two_shot", 1, gpus.n)
+    block = min(_one_shot_shape(packets, gpus, room)[1], most)
+    if packets > (64 * KB if gpus.n == 2 else 512):
         block = min(32 * -(-packets // (128 * 32)), most)
-    return min(room, resident * most // block, -(-packets // block)), block
+    return min(room, gpus.resident * most // block, -(-packets // block)), block
 
 
-def _one_shot_shape(packets: int, n: int, most: int, sharing: int) -> tuple[int, int, int]:
+def _one_shot_shape(packets: int, gpus: Gpus, most: int) -> tuple[int, int, int]:
     """Grid, block and depth. Each packet has a thread. Up to 4 KB there are at most two blocks; then they fill the GPU.
 
     Over two ranks 64 blocks do from 16 KB to 1 MB: alone they are 0 to 3 % slower, and beside long matrix products they
@@ -360,8 +352,8 @@ def _one_shot_shape(packets: int, n: int, most: int, sharing: int) -> tuple[int,
         block = 32 * -(-packets // 64)
     elif packets <= 512:
         block = 64
-    elif n == 2 and packets <= 64 * KB:
-        block = min(max(128, 32 * -(-packets // (64 * 32))), _one_shot_threads(sharing))
+    elif gpus.n == 2 and packets <= 64 * KB:
+        block = min(max(128, 32 * -(-packets // (64 * 32))), gpus.one_shot_threads)
     else:
         blocks = 128 if packets <= 32 * 1024 else EPOCH_SLOTS
         block = 32 * -(-packets // (blocks * 32))
@@ -369,22 +361,22 @@ def _one_shot_shape(packets: int, n: int, most: int, sharing: int) -> tuple[int,
     return -(-packets // block), block, 1
 
 
-def _looped_shape(columns: int, n: int, most: int, resident: int, room: int) -> tuple[int, int, int]:
+def _looped_shape(columns: int, gpus: Gpus, most: int) -> tuple[int, int, int]:
     """:func:`_two_shot_shape` with at most ``most`` blocks."""
-    grid, block, depth = _two_shot_shape(columns, n, min(resident, room))
+    grid, block, depth = _two_shot_shape(columns, gpus._replace(resident=min(gpus.resident, gpus.most_blocks)))
     if grid > most:  # larger blocks in place of more of them
-        block = min(most_threads("two_shot", depth, n), 32 * -(-columns // (32 * most)))
-        grid = min(most, resident_blocks(block, depth, n, resident), -(-columns // block))
+        block = min(most_threads("two_shot", depth, gpus.n), 32 * -(-columns // (32 * most)))
+        grid = min(most, gpus.resident_blocks(block, depth), -(-columns // block))
     return grid, block, depth
 
 
-def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
+def _two_shot_shape(columns: int, gpus: Gpus) -> tuple[int, int, int]:
     """Grid, block and depth. Up to 3 MB at n=4, each column has a thread, and these fill the GPU. Then come tiles."""
     if columns <= 48 * KB:
         block = 32 if columns <= 4 * KB else 64 if columns <= 32 * KB else 128
-        most = resident_blocks(block, 1, n, resident)
-    elif n == 2:
-        block, most = most_threads("two_shot", 1, n), resident
+        most = gpus.resident_blocks(block, 1)
+    elif gpus.n == 2:
+        block, most = most_threads("two_shot", 1, gpus.n), gpus.resident
     else:
-        block, most = 256, -(-resident // 2)
+        block, most = 256, -(-gpus.resident // 2)
     return min(most, -(-columns // block)), block, 1

@@ -102,7 +102,7 @@ def bytes_for(nbytes: int) -> int:
     """
     size = plan.MB
     for n in range(2, plan.MAX_RANKS + 1):
-        fewest = len(plan.make_plan(nbytes, n, 4 * nbytes + 64 * plan.MB))
-        while len(plan.make_plan(nbytes, n, half_bytes(size))) > fewest:
+        fewest = len(plan.make_plan(nbytes, plan.Gpus(n, 4 * nbytes + 64 * plan.MB)))
+        while len(plan.make_plan(nbytes, plan.Gpus(n, half_bytes(size)))) > fewest:
             size += plan.MB
     return size

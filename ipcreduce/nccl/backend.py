@@ -17,7 +17,7 @@ from ..calls.request import Member, Request
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device import background
-from ..device.backend import DeviceBackend
+from ..device.backend import DeviceBackend, have_left
 from ..device.deferred_free import Action, attempt
 from ..device.kernels import Kernels
 from ..device.prepared import OwnStep, Prepared, Start
@@ -195,7 +195,7 @@ class NcclBackend(DeviceBackend):
 
     def end(self) -> None:
         """Close NCCL's communicator if no rank waits for data, and free everything of this process."""
-        if self.peers_have_left():  # no rank waits for data of this one
+        if have_left(self.page):  # no rank waits for data of this one
             attempt(self.context, self.nccl.close)
         self.release()
 

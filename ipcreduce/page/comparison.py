@@ -6,8 +6,6 @@ same moment may miss each other's call: a processor may read another processor's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .. import clock
 from .control_page import MISMATCH, Page
 
@@ -18,14 +16,6 @@ _SETTLED_SECONDS = 0.5  # after which the last call of two ranks is compared too
 _PATIENCE_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class _Found:
-    call: int
-    text: str
-    era: int
-    seen: float  # on the clock of ipcreduce.clock
-
-
 class Comparison:
     """The comparison of this rank's calls with those of every other rank, as far as both have made them."""
 
@@ -33,7 +23,8 @@ class Comparison:
         self._page = page
         self._compared = [0] * page.n  # the last call, by rank
         self._number, self._moved = 0, clock.now()  # of this rank's last call, and when it was seen first
-        self._found: _Found | None = None  # not posted yet
+        self._found: tuple[int, str] | None = None  # a mismatch that is not posted yet: the call, and it in words
+        self._era, self._seen = 0, 0.0  # of the mismatch, and when it was found
 
     @property
     def is_busy(self) -> bool:
@@ -52,11 +43,11 @@ class Comparison:
                 if rank != page.rank and self._found is None:
                     self._compare(rank, settled, era)
         found = self._found
-        if found is not None and (found.era != page.era or clock.now() - found.seen > _PATIENCE_SECONDS):
+        if found is not None and (self._era != page.era or clock.now() - self._seen > _PATIENCE_SECONDS):
             self._found = None
-            with page.in_era(found.era) as current:
+            with page.in_era(self._era) as current:
                 if current and not page.aborted:
-                    page.post_fault(MISMATCH, found.call, found.text)
+                    page.post_fault(MISMATCH, *found)
 
     def _compare(self, rank: int, settled: bool, era: int) -> None:
         calls = self._page.calls
@@ -64,7 +55,5 @@ class Comparison:
         last -= not (settled and self._number == calls.call_of(rank))
         if last <= self._compared[rank]:
             return
-        difference = calls.difference(rank, self._compared[rank] + 1, last)
-        self._compared[rank] = last
-        if difference is not None:
-            self._found = _Found(*difference, era, clock.now())
+        self._found = calls.difference(rank, self._compared[rank] + 1, last)
+        self._compared[rank], self._era, self._seen = last, era, clock.now()

@@ -56,6 +56,17 @@ def ask_twice(ask: Callable[[], _Answer]) -> _Answer:
     return ask()
 
 
+def filled(layout: np.dtype[Any], **fields: Any) -> np.ndarray[Any, Any]:
+    """One row with these fields, and zeros elsewhere, of shape ``(1,)``. Texts are cut to their room.
+
+    Bytes that are shorter than their room are followed by zeros.
+    """
+    row = np.zeros(1, layout)
+    for name, value in fields.items():
+        row[name] = encoded(value, layout[name].itemsize) if isinstance(value, str) else value
+    return row
+
+
 class Slot:
     """The place of one rank's record in the page."""
 
@@ -64,15 +75,8 @@ class Slot:
         self._place = slice(offset, offset + layout.itemsize)
 
     def write(self, serial: int, **fields: Any) -> None:
-        """Store a record, in one step as other threads of this process see it. Texts are cut to their room.
-
-        Bytes that are shorter than their room are followed by zeros.
-        """
-        new = np.zeros(1, self._layout)
-        new["serial"] = serial
-        for name, value in fields.items():
-            new[name] = encoded(value, self._layout[name].itemsize) if isinstance(value, str) else value
-        data = new.tobytes()
+        """Store a record: see :func:`filled`. Other threads of this process see it in one step."""
+        data = filled(self._layout, serial=serial, **fields).tobytes()
         seal = zlib.crc32(data[_SEAL_BYTES:])
         self._page[self._place] = seal.to_bytes(_SEAL_BYTES, "little") + data[_SEAL_BYTES:]
 

@@ -26,7 +26,8 @@ from ..errors import (
 )
 from ..interrupts import uninterrupted
 from ..originals import time
-from ..texts import described, encoded, out_of_descriptors, text_in, text_of, with_limit
+from ..page.records import filled
+from ..texts import described, out_of_descriptors, text_in, text_of, with_limit
 
 MAGIC = 0x1B_C4ED
 VERSION = 4
@@ -102,15 +103,9 @@ class Agreed(UnsupportedError):
 def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:
     """A record of ``dtype``, of shape ``(1,)``, with these fields. With an error it is not ok, and has its text."""
     assert dtype.metadata is not None
-    record = np.zeros(1, dtype)
-    record["magic"], record["version"], record["kind"] = MAGIC, VERSION, dtype.metadata["kind"]
-    record["length"], record["ok"] = MESSAGE_BYTES, error is None
-    if error is not None:
-        text, record["left"] = _said(error)
-        record["text"] = encoded(text, TEXT_BYTES)
-    for name, value in fields.items():
-        record[name] = encoded(value, dtype[name].itemsize) if isinstance(value, str) else value
-    return record
+    text, left = ("", _STAYS) if error is None else _said(error)
+    header = {"magic": MAGIC, "version": VERSION, "kind": dtype.metadata["kind"], "length": MESSAGE_BYTES}
+    return filled(dtype, **{**header, "ok": error is None, "text": text, "left": left, **fields})
 
 
 def _said(error: BaseException | str) -> tuple[str, int]:

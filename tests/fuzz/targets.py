@@ -97,8 +97,8 @@ def _tuned_file(directory: Path) -> Target:
             table = tuning.load("GPU", 2, lambda text: None)
         if table.messages:  # start-up sends it, and plans by it
             tuning.received(tuning.message(table)[0], 2)
-            plan.make_plan(1 << 20, 2, 8 << 20, table=table.messages)
-            norm_plan.make_plan(_ROWS, 2, 8 << 20, table=table.norms)
+            plan.make_plan(1 << 20, plan.Gpus(2, 8 << 20), table=table.messages)
+            norm_plan.make_plan(_ROWS, plan.Gpus(2, 8 << 20), table=table.norms)
 
     return Target("tuned table in a file", [path.read_bytes(), *_odd_tables(path)], read, may_raise=())
 

@@ -72,7 +72,7 @@ void sim_await_predecessor() {}
 
 def launches_of(rank: int, n: int, timeout: float = 0) -> launches.Launches:
     """The launches of a rank whose control page begins at address 0, without a GPU."""
-    none: Any = SimpleNamespace(rank=rank, n=n, peers=[0] * n, half_bytes=0, address=0)
+    none: Any = SimpleNamespace(rank=rank, n=n, peers=[0] * n, half_bytes=0, area_bytes=0, address=0)
     return launches.Launches(0, none, 0, capability=(9, 0), timeout=timeout, algorithm=None)
 
 

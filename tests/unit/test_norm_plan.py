@@ -44,14 +44,14 @@ def launch_bound(kernel: str, n: int, pairs: bool) -> int:
     return next((threads for most, threads in limits if n <= most), int(words.split()[-1]))
 
 
-def check(found: norm_plan.NormPlan, shape: NormShape, n: int, half: int, resident: int, sharing: int) -> None:
+def check(found: norm_plan.NormPlan, shape: NormShape, gpus: plan.Gpus) -> None:
     """One launch fits the workspace and the limits of its kernel, and its threads cover the rows."""
-    two_shot = found.kernel == "fused_two_shot"
+    n, two_shot = gpus.n, found.kernel == "fused_two_shot"
     assert found.grid % found.cluster == 0
-    assert 0 < found.grid <= min(plan.EPOCH_SLOTS, plan.most_blocks(resident, sharing))
+    assert 0 < found.grid <= min(plan.EPOCH_SLOTS, gpus.most_blocks)
     assert found.block % 32 == 0
     pairs = found.cluster == 2 and found.depth == 1
-    half_a_block = sharing > 1 and not two_shot and not (pairs and n == 2)
+    half_a_block = gpus.sharing > 1 and not two_shot and not (pairs and n == 2)
     assert 0 < found.block <= launch_bound(found.kernel, n, pairs) // (2 if half_a_block else 1)
     parts = found.cluster * found.depth * (n if two_shot else 1)
     units = shape.hidden // 8
@@ -62,10 +62,10 @@ def check(found: norm_plan.NormPlan, shape: NormShape, n: int, half: int, reside
     assert found.tiles(shape.rows) == tiles
     assert tiles == 1 or found.cluster == 1, "a cluster has one row"
     if two_shot:
-        assert found.grid <= resident, "its blocks wait for two hops"
+        assert found.grid <= gpus.resident, "its blocks wait for two hops"
     rows = (n - 1) * (2 if two_shot else 1) * plan.row_bytes(found.block * found.grid * found.depth * tiles)
     assert found.staging == rows
-    assert plan.code_offset(shape.dtype, "norm") + found.staging <= half
+    assert plan.code_offset(shape.dtype, "norm") + found.staging <= gpus.half_bytes
 
 
 @given(counts, hiddens, worlds, halves, forced, sharings, st.booleans(), st.sampled_from([16, 216, 264]))
@@ -74,16 +74,16 @@ def check(found: norm_plan.NormPlan, shape: NormShape, n: int, half: int, reside
 @example(200, 8320, 2, ANY, None, 1, True, 264)
 @example(1, 16_384, 8, ANY, "one_shot", 4, False, 264)
 def test_launches(rows: int, hidden: int, n: int, half: int, force: Any, sharing: int, clusters: bool, resident: int):
-    shape = shape_of(rows, hidden)
-    found = norm_plan.make_plan(shape, n, half, force, resident, sharing, clusters)
+    shape, gpus = shape_of(rows, hidden), plan.Gpus(n, half, resident, sharing, clusters=clusters)
+    found = norm_plan.make_plan(shape, gpus, force)
     if found is None:
         return
-    check(found, shape, n, half, resident, sharing)
+    check(found, shape, gpus)
     assert clusters or found.cluster == 1
     assert force is None or found.kernel == plan.ALGORITHMS[force].fused
     kernel = found.kernel, found.cluster, found.depth
     if half == ANY:
-        assert kernel in norm_plan.variants(shape, n, force, resident, sharing, clusters)
+        assert kernel in norm_plan.variants(shape, gpus, force)
 
 
 @given(st.integers(1, 512), st.integers(8, 64).map(lambda groups: 128 * groups), worlds)
@@ -91,7 +91,7 @@ def test_launches(rows: int, hidden: int, n: int, half: int, force: Any, sharing
 def test_usual_rows_have_a_kernel(rows: int, hidden: int, n: int):
     """Hidden sizes of 1,024 to 8,192, in the usual workspace, as long as they fit."""
     half = workspace.half_bytes(128 * MB)
-    found = norm_plan.make_plan(shape_of(rows, hidden), n, half)
+    found = norm_plan.make_plan(shape_of(rows, hidden), plan.Gpus(n, half))
     assert found is not None or 2 * 3 * rows * hidden * n > half
 
 
@@ -133,7 +133,7 @@ def test_usual_rows_have_a_kernel(rows: int, hidden: int, n: int):
 )
 def test_the_rule(rows: int, hidden: int, n: int, kernel: str, cluster: int, grid: int, block: int, depth: int):
     """Several blocks for few rows, else one; one shot up to the sizes of the plain all-reduce, or to 2 MB."""
-    found = norm_plan.make_plan(shape_of(rows, hidden), n, ANY)
+    found = norm_plan.make_plan(shape_of(rows, hidden), plan.Gpus(n, ANY))
     assert found is not None
     assert found.kernel == plan.ALGORITHMS[kernel].fused
     assert (found.cluster, found.grid, found.block, found.depth) == (cluster, grid, block, depth)
@@ -146,12 +146,14 @@ def test_measured_choices():
         for one in ((4096, 2, "two_shot", 1), (4096, 16, "one_shot", 4), (8192, 8, "one_shot", 1))
     )
 
-    def found(rows: int, hidden: int = 4096, half: int = ANY, **options: Any) -> tuple[str, int]:
-        shape, limits = shape_of(rows, hidden), {"forced": None, "clusters": True} | options
-        planned = norm_plan.make_plan(shape, 2, half, table=table, **limits)
+    def found(
+        rows: int, hidden: int = 4096, half: int = ANY, forced: str | None = None, clusters: bool = True
+    ) -> tuple[str, int]:
+        shape, gpus = shape_of(rows, hidden), plan.Gpus(2, half, clusters=clusters)
+        planned = norm_plan.make_plan(shape, gpus, forced, table)
         assert planned is not None
-        check(planned, shape, 2, half, plan.RESIDENT, 1)
-        of_row = norm_plan.variants(shape, 2, table=table, **limits)
+        check(planned, shape, gpus)
+        of_row = norm_plan.variants(shape, gpus, forced, table)
         assert (planned.kernel, planned.cluster, planned.depth) in of_row
         return planned.kernel, planned.cluster
 
@@ -172,13 +174,13 @@ def test_measured_choices():
 def test_what_a_table_can_choose(
     rows: int, hidden: int, n: int, half: int, sharing: int, clusters: bool, resident: int
 ):  # fmt: skip
-    shape = shape_of(rows, hidden)
-    for algorithm, cluster, planned in norm_plan.every_plan(shape, n, half, resident, sharing, clusters):
-        check(planned, shape, n, half, resident, sharing)
-        table = norm_plan.checked_table([norm_plan.NormChoice(hidden, rows, algorithm, cluster)])
-        assert norm_plan.make_plan(shape, n, half, None, resident, sharing, clusters, table) == planned
+    shape, gpus = shape_of(rows, hidden), plan.Gpus(n, half, resident, sharing, clusters=clusters)
+    for choice, planned in norm_plan.every_plan(shape, gpus):
+        check(planned, shape, gpus)
+        table = norm_plan.checked_table([choice])
+        assert norm_plan.make_plan(shape, gpus, None, table) == planned
         kernel = planned.kernel, planned.cluster, planned.depth
-        assert kernel in norm_plan.variants(shape, n, None, resident, sharing, clusters, table)
+        assert kernel in norm_plan.variants(shape, gpus, None, table)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_what_a_table_can_choose(
     ids=["float32", "no whole groups", "too long", "no rows", "one rank", "no room"],
 )
 def test_the_pair_has_the_rest(rows: int, hidden: int, dtype: str, n: int, half: int):
-    assert norm_plan.make_plan(shape_of(rows, hidden, dtype), n, half) is None
+    assert norm_plan.make_plan(shape_of(rows, hidden, dtype), plan.Gpus(n, half)) is None
 
 
 def test_slots_are_no_plain_kernels():

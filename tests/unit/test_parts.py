@@ -238,7 +238,7 @@ def test_a_collective_that_a_layer_does_not_know_is_no_other_one():
 def test_blocks_of_a_launch(packets: int, n: int, sharing: int, multiprocessors: int, sms: int | None):
     """All are resident at once, within the limits, and none is without a packet in its first turn."""
     resident = min(plan.EPOCH_SLOTS, 2 * multiprocessors)
-    grid, block = plan.parts_shape(packets, n, resident, sharing, sms)
+    grid, block = plan.parts_shape(packets, plan.Gpus(n, 0, resident, sharing), sms)
     for kernel in ("gather", "scatter"):
         assert 0 < block <= launch_bound(kernel, 1, n)
         assert grid * block <= resident * launch_bound(kernel, 1, n)

@@ -56,7 +56,7 @@ def launch_bound(kernel: str, depth: int, n: int) -> int:
 def test_a_workspace_for_the_largest_message(nbytes: int, n: int):
     """One launch up to 1 GB; as many as with any workspace beyond. Not much more than the message takes."""
     size = workspace.bytes_for(nbytes)
-    assert len(plan.make_plan(nbytes, n, workspace.half_bytes(size))) == -(-nbytes // GB)
+    assert len(plan.make_plan(nbytes, plan.Gpus(n, workspace.half_bytes(size)))) == -(-nbytes // GB)
     assert size <= 4 * min(nbytes, GB) + MB
 
 
@@ -66,7 +66,7 @@ def test_a_workspace_for_the_largest_message(nbytes: int, n: int):
 @example(2 * GB, 8, workspace.half_bytes(MB), "two_shot")
 @example(2 * GB, 8, workspace.half_bytes(MB), "one_shot")
 def test_steps(nbytes: int, n: int, half: int, force: str | None):
-    steps = plan.make_plan(nbytes, n, half, force)
+    steps = plan.make_plan(nbytes, plan.Gpus(n, half), force)
     end = 0
     for step in steps:
         assert step.offset == end, "a gap, an overlap, or out of order"
@@ -107,8 +107,8 @@ def check_step(step: plan.LaunchPlan, n: int, half: int) -> None:
 def test_broadcasts_in_two_hops(nbytes: int, n: int, half: int, multiprocessors: int, sharing: int):
     """Every byte once, in even launches that fit the slots, and whose blocks every rank's GPU holds at once."""
     resident, most = min(plan.EPOCH_SLOTS, 2 * multiprocessors), launch_bound("spread", 1, n)
-    sharing = min(sharing, n)
-    steps = plan.spread_plan(nbytes, n, half, "two_shot", resident, sharing)
+    gpus = plan.Gpus(n, half, resident, min(sharing, n))
+    steps = plan.spread_plan(nbytes, gpus, "two_shot")
     assert [step.offset for step in steps] == [*range(0, nbytes, steps[0].nbytes)]
     assert sum(step.nbytes for step in steps) == nbytes
     assert steps[0].nbytes % 16 == 0 or len(steps) == 1
@@ -120,7 +120,7 @@ def test_broadcasts_in_two_hops(nbytes: int, n: int, half: int, multiprocessors:
         assert (step.algorithm, step.depth) == ("spread", 1)
         assert 32 <= step.block <= most
         assert step.block % 32 == 0
-        assert 1 <= step.grid <= plan.most_blocks(resident, sharing)
+        assert 1 <= step.grid <= gpus.most_blocks
         assert (step.grid - 1) * step.block < columns, "a block with nothing to do"
         assert step.grid * step.block <= resident * most
     assert "KERNEL(spread, 256, 2)" in (KERNELS / "spread.cu").read_text()
@@ -133,9 +133,9 @@ def test_which_broadcasts_go_in_two_hops():
         ("two_shot", 3, 1, True), ("two_shot", 3, 0, False), ("two_shot", 2, GB, False), ("two_shot", 1, GB, False),
         ("one_shot", 3, GB, False), (plan.BULK, 3, GB, False), (None, 3, 0, False),
     ):  # fmt: skip
-        assert bool(plan.spread_plan(nbytes, n, half, forced)) == spreads, (forced, n, nbytes)
-    assert [step.nbytes for step in plan.spread_plan(120 * MB, 4, half)] == [120 * MB]
-    assert [step.nbytes for step in plan.spread_plan(128 * MB, 4, half)] == [64 * MB] * 2
+        assert bool(plan.spread_plan(nbytes, plan.Gpus(n, half), forced)) == spreads, (forced, n, nbytes)
+    assert [step.nbytes for step in plan.spread_plan(120 * MB, plan.Gpus(4, half))] == [120 * MB]
+    assert [step.nbytes for step in plan.spread_plan(128 * MB, plan.Gpus(4, half))] == [64 * MB] * 2
 
 
 @pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
@@ -144,7 +144,7 @@ def test_which_broadcasts_go_in_two_hops():
 def test_one_launch_is_within_the_kernels_32_bits(algorithm: str, n: int, gigabytes: int):
     """Counts of bytes and packets are u32 in the kernels, ``a + b - 1`` of divide_up() included."""
     half = workspace.half_bytes(gigabytes * GB)
-    for step in plan.make_plan(17 * GB, n, half, algorithm):
+    for step in plan.make_plan(17 * GB, plan.Gpus(n, half), algorithm):
         assert step.nbytes + 15 < 1 << 32
         check_step(step, n, half)
 
@@ -152,36 +152,37 @@ def test_one_launch_is_within_the_kernels_32_bits(algorithm: str, n: int, gigaby
 @pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
 @pytest.mark.parametrize("n", range(2, 9))
 def test_the_smallest_workspace_makes_progress(algorithm: str, n: int):
-    steps = plan.make_plan(64 * MB, n, workspace.half_bytes(MB), algorithm)
+    steps = plan.make_plan(64 * MB, plan.Gpus(n, workspace.half_bytes(MB)), algorithm)
     assert len(steps) <= 64 * MB // (16 * KB)
 
 
 @given(sizes, worlds, halves, forced)
 def test_launches_are_even(nbytes: int, n: int, half: int, force: str | None):
     """96 MB do not quite fit the default workspace: two launches of 48, not of 82 and 14."""
-    steps = plan.make_plan(nbytes, n, half, force)
+    steps = plan.make_plan(nbytes, plan.Gpus(n, half), force)
     assert all(step.nbytes == steps[0].nbytes for step in steps[:-1])
     assert steps[0].nbytes - nbytes / len(steps) < 16 * KB
-    assert [step.nbytes for step in plan.make_plan(96 * MB, 4, workspace.half_bytes(256 * MB))] == [48 * MB] * 2
+    gpus = plan.Gpus(4, workspace.half_bytes(256 * MB))
+    assert [step.nbytes for step in plan.make_plan(96 * MB, gpus)] == [48 * MB] * 2
 
 
 def test_a_half_without_room_for_a_warp_is_refused():
     with pytest.raises(ValueError, match="too small for 8 ranks"):
-        plan.make_plan(MB, 8, plan.CODES_BYTES + 8 * KB)
+        plan.make_plan(MB, plan.Gpus(8, plan.CODES_BYTES + 8 * KB))
 
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_nothing_to_send_is_no_launch(n: int):
     half = workspace.half_bytes(MB)
-    assert plan.make_plan(0, n, half) == ()
+    assert plan.make_plan(0, plan.Gpus(n, half)) == ()
     if n == 1:
-        assert plan.make_plan(100 * MB, n, half, "two_shot") == ()
+        assert plan.make_plan(100 * MB, plan.Gpus(n, half), "two_shot") == ()
 
 
 @pytest.mark.parametrize("n", range(2, 9))
 def test_one_shot_for_small_two_shot_for_large(n: int):
     half = workspace.half_bytes(256 * MB)
-    algorithms = [{step.algorithm for step in plan.make_plan(1 << power, n, half)} for power in range(31)]
+    algorithms = [{step.algorithm for step in plan.make_plan(1 << power, plan.Gpus(n, half))} for power in range(31)]
     assert all(len(used) == 1 for used in algorithms)
     order = [used.pop() for used in algorithms]
     assert order == sorted(order), "one_shot after two_shot"
@@ -194,8 +195,9 @@ def test_one_shot_for_small_two_shot_for_large(n: int):
 def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors: int, direct: bool):
     """Two blocks of the largest size a multiprocessor, which KERNEL(..., 2) keeps the registers for."""
     resident, half = min(plan.EPOCH_SLOTS, 2 * multiprocessors), workspace.half_bytes(256 * MB)
-    for step in plan.make_plan(nbytes, n, half, "two_shot", (), resident):
-        found = launches.direct(step, n, resident) if direct else step
+    gpus = plan.Gpus(n, half, resident)
+    for step in plan.make_plan(nbytes, gpus, "two_shot"):
+        found = launches.direct(step, gpus) if direct else step
         check_step(found, n, half)
         most = launch_bound(found.algorithm, found.depth, n)
         assert direct or plan.most_threads(found.algorithm, found.depth, n) == most
@@ -223,14 +225,14 @@ def test_grids_of_ranks_on_one_gpu_are_resident_at_once(
     nbytes: int, n: int, sharing: int, multiprocessors: int, half: int, force: str | None, tuned: bool
 ):
     """Two of each rank, since the next one may wait there already; a block takes half a multiprocessor at most."""
-    resident = min(plan.EPOCH_SLOTS, 2 * multiprocessors)
+    gpus = plan.Gpus(n, half, min(plan.EPOCH_SLOTS, 2 * multiprocessors), sharing)
     table = (plan.Choice(MB, "one_shot", 1024, 512, 1), plan.Choice(GB, "two_shot", 64, 512, 2)) if tuned else ()
-    steps = plan.make_plan(nbytes, n, half, force, table, resident, sharing)
+    steps = plan.make_plan(nbytes, gpus, force, table)
     assert sum(step.nbytes for step in steps) == nbytes
     assert [step.offset for step in steps] == [sum(other.nbytes for other in steps[:i]) for i in range(len(steps))]
     kernels = plan.kernels(n, force, table)
     if force == "two_shot":
-        steps += tuple(launches.direct(step, n, resident, sharing) for step in steps)
+        steps += tuple(launches.direct(step, gpus) for step in steps)
         kernels |= {("direct", launches.depth(n))}
     for step in {replace(step, offset=0) for step in steps}:
         check_step(step, n, half)
@@ -250,15 +252,15 @@ def test_grids_of_ranks_on_one_gpu_are_resident_at_once(
     ],
 )  # fmt: skip
 def test_shapes_on_a_shared_gpu(n: int, sharing: int, nbytes: int, shape: tuple[str, int, int]):
-    steps = plan.make_plan(nbytes, n, workspace.half_bytes(256 * MB), sharing=sharing)
+    steps = plan.make_plan(nbytes, plan.Gpus(n, workspace.half_bytes(256 * MB), sharing=sharing))
     assert [(step.algorithm, step.grid, step.block) for step in steps] == [shape]
 
 
 @given(sizes, worlds)
 def test_direct_does_what_the_staged_launch_did(nbytes: int, n: int):
     half = workspace.half_bytes(256 * MB)
-    for staged in plan.make_plan(nbytes, n, half, "two_shot"):
-        step = launches.direct(staged, n)
+    for staged in plan.make_plan(nbytes, plan.Gpus(n, half), "two_shot"):
+        step = launches.direct(staged, plan.Gpus(n, half))
         assert (step.algorithm, step.offset, step.nbytes) == ("direct", staged.offset, staged.nbytes)
         check_step(step, n, half)
 
@@ -266,15 +268,15 @@ def test_direct_does_what_the_staged_launch_did(nbytes: int, n: int):
 def test_crossings_are_exact():
     half = workspace.half_bytes(256 * MB)
     for n, crossing in {2: 8 * MB, 4: 192 * KB, 8: 64 * KB}.items():
-        assert plan.make_plan(crossing, n, half)[0].algorithm == "one_shot"
-        assert plan.make_plan(crossing + 1, n, half)[0].algorithm == "two_shot"
+        assert plan.make_plan(crossing, plan.Gpus(n, half))[0].algorithm == "one_shot"
+        assert plan.make_plan(crossing + 1, plan.Gpus(n, half))[0].algorithm == "two_shot"
 
 
 def test_a_small_workspace_turns_to_two_shots():
     """8 MB at n=2 are one shot in a large workspace; where that would take several launches, two shots stage less."""
-    [step] = plan.make_plan(8 * MB, 2, workspace.half_bytes(256 * MB))
+    [step] = plan.make_plan(8 * MB, plan.Gpus(2, workspace.half_bytes(256 * MB)))
     assert step.algorithm == "one_shot"
-    small = plan.make_plan(8 * MB, 2, workspace.half_bytes(8 * MB))
+    small = plan.make_plan(8 * MB, plan.Gpus(2, workspace.half_bytes(8 * MB)))
     assert {step.algorithm for step in small} == {"two_shot"}
 
 
@@ -292,14 +294,14 @@ def test_a_small_workspace_turns_to_two_shots():
 )  # fmt: skip
 def test_shapes_that_were_quickest(n: int, nbytes: int, shape: tuple[str, int, int]):
     """Over H200: see prototypes-h200-x*.json. Those of 16 KB to 1 MB over two ranks are quickest beside products."""
-    [step] = plan.make_plan(nbytes, n, workspace.half_bytes(256 * MB))
+    [step] = plan.make_plan(nbytes, plan.Gpus(n, workspace.half_bytes(256 * MB)))
     assert (step.algorithm, step.grid, step.block) == shape
 
 
 def test_short_eager_calls_only_are_graphs():
     half = workspace.half_bytes(256 * MB)
     for n in (2, 4):
-        assert [len(plan.make_plan(nbytes, n, half)) for nbytes in (1, MB, MB + 1)] == [1, 1, 1]
+        assert [len(plan.make_plan(nbytes, plan.Gpus(n, half))) for nbytes in (1, MB, MB + 1)] == [1, 1, 1]
     assert [plan.is_short(nbytes) for nbytes in (1, MB, MB + 1)] == [True, True, False]
 
 
@@ -307,13 +309,13 @@ def test_short_eager_calls_only_are_graphs():
 @settings(deadline=None)
 def test_pure(nbytes: int, n: int, half: int, force: str | None):
     """The same arguments give the same plan, whatever was planned before and whatever the environment says."""
-    first = plan.make_plan(nbytes, n, half, force)
+    first = plan.make_plan(nbytes, plan.Gpus(n, half), force)
     plan.make_plan.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("IPCREDUCE_WORKSPACE_MB", "CUDA_VISIBLE_DEVICES", "IPCREDUCE_SYNC", "OMP_NUM_THREADS"):
             patch.setenv(name, "1")
-        plan.make_plan(7, 2, half)
-        assert plan.make_plan(nbytes, n, half, force) == first
+        plan.make_plan(7, plan.Gpus(2, half))
+        assert plan.make_plan(nbytes, plan.Gpus(n, half), force) == first
 
 
 def test_reads_nothing_but_its_arguments():
@@ -339,7 +341,7 @@ tables = st.lists(choices, max_size=6, unique_by=lambda choice: choice.up_to).ma
 @given(sizes, worlds, halves, tables)
 @settings(max_examples=300)
 def test_any_table_gives_launches_that_run(nbytes: int, n: int, half: int, table: plan.Table):
-    steps = plan.make_plan(nbytes, n, half, None, table)
+    steps = plan.make_plan(nbytes, plan.Gpus(n, half), None, table)
     assert sum(step.nbytes for step in steps) == nbytes
     assert [step.offset for step in steps] == [sum(other.nbytes for other in steps[:i]) for i in range(len(steps))]
     for step in steps:
@@ -349,17 +351,19 @@ def test_any_table_gives_launches_that_run(nbytes: int, n: int, half: int, table
         assert step.block % 32 == 0
         assert step.algorithm == "two_shot" or step.grid * step.block >= packets  # a thread a packet
         assert plan.staging_bytes(step.algorithm, step.nbytes, n) + plan.CODES_BYTES <= half
-    assert plan.make_plan(nbytes, n, half, "two_shot", table) == plan.make_plan(nbytes, n, half, "two_shot")
+    gpus = plan.Gpus(n, half)
+    assert plan.make_plan(nbytes, gpus, "two_shot", table) == plan.make_plan(nbytes, gpus, "two_shot")
 
 
 def test_a_table_decides():
     half = workspace.half_bytes(256 * MB)
     small, large = plan.Choice(1000, "two_shot", 64, 3, 1), plan.Choice(5000, "one_shot", 96, 512, 1)
     table = plan.checked_table([small, large], 2)
-    assert plan.make_plan(1000, 2, half, None, table) == (plan.LaunchPlan("two_shot", 0, 1000, 1, 64, 1),)
-    assert plan.make_plan(1001, 2, half, None, table) == (plan.LaunchPlan("one_shot", 0, 1001, 1, 96, 1),)
-    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.LaunchPlan("one_shot", 0, 16 * 960, 10, 96, 1),)
-    assert plan.make_plan(2 * 16 * 640, 2, half, None, table[:1])[0].grid == 3  # at most, in a loop
+    gpus = plan.Gpus(2, half)
+    assert plan.make_plan(1000, gpus, None, table) == (plan.LaunchPlan("two_shot", 0, 1000, 1, 64, 1),)
+    assert plan.make_plan(1001, gpus, None, table) == (plan.LaunchPlan("one_shot", 0, 1001, 1, 96, 1),)
+    assert plan.make_plan(16 * 960, gpus, None, table) == (plan.LaunchPlan("one_shot", 0, 16 * 960, 10, 96, 1),)
+    assert plan.make_plan(2 * 16 * 640, gpus, None, table[:1])[0].grid == 3  # at most, in a loop
 
 
 @pytest.mark.parametrize(
@@ -472,7 +476,7 @@ def test_rows_hold_their_packets_and_escapes(packets: int):
 @settings(deadline=None)
 def test_kernels_are_all_that_a_plan_may_launch(nbytes: int, n: int, half: int, force: str | None, tuned: bool):
     table = (plan.Choice(4 * KB, "one_shot", 64, 128, 1), plan.Choice(GB, "two_shot", 128, 256, 2)) if tuned else ()
-    steps = plan.make_plan(nbytes, n, half, force, table)
+    steps = plan.make_plan(nbytes, plan.Gpus(n, half), force, table)
     used = {(step.algorithm, step.depth) for step in steps}
     assert used <= plan.kernels(n, force, table)
 
@@ -486,9 +490,9 @@ limits = st.integers(1, 300)
 def test_no_grid_is_larger_than_its_limit(nbytes: int, n: int, sms: int, force: str | None, sharing: int):
     """A limit that the usual plan keeps changes nothing."""
     half, area = workspace.half_bytes(16 * MB), plan.area_bytes(16 * MB)
-    usual = plan.make_plan(nbytes, n, half, force, sharing=sharing)
+    usual = plan.make_plan(nbytes, plan.Gpus(n, half, sharing=sharing), force)
     for room in (0, area):
-        steps = plan.make_plan(nbytes, n, half, force, sharing=sharing, sms=sms, area=room)
+        steps = plan.make_plan(nbytes, plan.Gpus(n, half, sharing=sharing, area=room), force, sms=sms)
         assert all(step.grid <= sms for step in steps)
         assert sum(step.nbytes for step in steps) == nbytes
         if all(step.grid <= sms for step in usual):
@@ -505,7 +509,7 @@ def test_no_grid_is_larger_than_its_limit(nbytes: int, n: int, sms: int, force: 
     ],
 )  # fmt: skip
 def test_shapes_of_splits(n: int, packets: int, shape: tuple[int, int]):
-    assert plan.parts_shape(packets, n, plan.RESIDENT, 1, None) == shape
+    assert plan.parts_shape(packets, plan.Gpus(n, 0), None) == shape
 
 
 @pytest.mark.parametrize(
@@ -513,7 +517,7 @@ def test_shapes_of_splits(n: int, packets: int, shape: tuple[int, int]):
     [(2, 8, 256 * KB, (8, 512)), (2, 1, 64 * KB, (1, 512)), (4, 16, 256 * KB, (16, 256)), (8, 4, 512 * KB, (4, 256))],
 )
 def test_few_blocks_are_large(n: int, sms: int, nbytes: int, shape: tuple[int, int]):
-    [step] = plan.make_plan(nbytes, n, workspace.half_bytes(256 * MB), sms=sms)
+    [step] = plan.make_plan(nbytes, plan.Gpus(n, workspace.half_bytes(256 * MB)), sms=sms)
     assert (step.algorithm, step.grid, step.block) == ("two_shot", *shape)
 
 
@@ -521,13 +525,14 @@ def test_few_blocks_are_large(n: int, sms: int, nbytes: int, shape: tuple[int, i
 @settings(deadline=None)
 def test_parts_of_a_message_fit_the_area(nbytes: int, n: int, sms: int, sharing: int, nbytes_of_workspace: int):
     half, area = workspace.half_bytes(nbytes_of_workspace), plan.area_bytes(nbytes_of_workspace)
-    steps = plan.make_plan(nbytes, n, half, plan.BULK, sharing=sharing, sms=sms, area=area)
+    gpus = plan.Gpus(n, half, sharing=sharing, area=area)
+    steps = plan.make_plan(nbytes, gpus, plan.BULK, sms=sms)
     end = 0
     for step in steps:
         assert step.offset == end
         assert 0 < step.nbytes <= area
         assert step.nbytes % 16 == 0 or step is steps[-1]
-        assert 1 <= step.grid <= min(sms, plan.most_blocks(plan.RESIDENT, sharing))
+        assert 1 <= step.grid <= min(sms, gpus.most_blocks)
         assert step.block <= launch_bound(plan.BULK, step.depth, n)
         end += step.nbytes
     assert end == nbytes
@@ -540,12 +545,13 @@ def test_rounds_of_tiles_fit_the_area(n: int, sms: int, sharing: int, area: int,
     """With at least as many tiles in a round as tiles.cuh needs, and with one block if that is all that fits."""
     if n == 1:
         return
-    found = plan.tiles(area, n, sms, plan.RESIDENT, sharing, reduces=reduces)
+    gpus = plan.Gpus(n, 0, sharing=sharing, area=area)
+    found = plan.tiles(gpus, sms, reduces=reduces)
     tile, messages = (32 * KB // n // 128 * 128, n - 1) if reduces else (32 * KB // (n - 1) // 128 * 128, 1)
     if found is None:
         assert area // messages < 4 * 3 * tile
         return
-    assert 1 <= found.grid <= min(sms, plan.most_resident(plan.RESIDENT, sharing))
+    assert 1 <= found.grid <= min(sms, gpus.most_resident)
     assert found.round_tiles >= 3
     assert 4 * found.round_tiles * found.grid * tile * messages <= area
 

@@ -13,31 +13,23 @@ import pytest
 from ipcreduce.bench import tune, tune_norms
 from ipcreduce.calls.request import NormShape
 from ipcreduce.ipc import norm_plan, plan, workspace
-from ipcreduce.ipc.backend import IpcBackend
 
 KB, MB = 1 << 10, 1 << 20
 HALF = workspace.half_bytes(256 * MB)
 
 
 def candidates(nbytes: int, n: int, resident: int = plan.RESIDENT, before: Any = ()) -> list[plan.Choice]:
-    def planned(size: int, forced: str | None = None) -> tuple[plan.LaunchPlan, ...]:
-        return plan.make_plan(size, n, HALF, forced, (), resident)
-
-    launches = SimpleNamespace(planned=planned, resident=resident)
-    backend = IpcBackend.__new__(IpcBackend)
-    backend.launches = launches  # type: ignore[assignment]
-    comm: Any = SimpleNamespace(size=n, _graph_session=SimpleNamespace(require_backend=lambda what: backend))
-    return list(tune._candidates(nbytes, comm, list(before)))
+    return list(tune._candidates(nbytes, plan.Gpus(n, HALF, resident), list(before)))
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("nbytes", [4, KB, 96 * KB, 256 * KB, 3 * MB, 16 * MB, 48 * MB])
 def test_each_runs_and_each_differs(n: int, nbytes: int):
     found = candidates(nbytes, n)
-    shape = partial(plan.plan_launch, offset=0, nbytes=nbytes, n=n)
+    shape = partial(plan.plan_launch, offset=0, nbytes=nbytes, gpus=plan.Gpus(n, HALF))
     steps = [shape(choice.algorithm, choice=plan.checked_table([choice], n)[0]) for choice in found]
     assert len({*steps}) == len(steps) > 1
-    planned = plan.make_plan(nbytes, n, HALF)[0].algorithm
+    planned = plan.make_plan(nbytes, plan.Gpus(n, HALF))[0].algorithm
     assert planned in {step.algorithm for step in steps}
 
 
@@ -61,11 +53,9 @@ def test_the_choice_of_the_size_before_is_among_them():
 def measured(monkeypatch: pytest.MonkeyPatch, hidden: list[int], before: Any, times: Any) -> norm_plan.NormTable:
     """The table for 2 ranks, if a launch takes ``times(hidden, rows, algorithm, cluster)``."""
     cuda = SimpleNamespace(Stream=lambda non_blocking: nullcontext())
-    launches = SimpleNamespace(
-        norm_table=before, norm_plans=lambda shape: norm_plan.every_plan(shape, 2, HALF, plan.RESIDENT)
-    )
+    backend: Any = SimpleNamespace(launches=SimpleNamespace(norm_table=before, gpus=plan.Gpus(2, HALF)))
 
-    def time(comm: Any, message: Any, planned: norm_plan.NormPlan, *_: Any) -> float:
+    def time(backend: Any, message: Any, planned: norm_plan.NormPlan, *_: Any) -> float:
         shape = message.source.shape
         algorithm = planned.kernel.removeprefix("fused_")
         return float(times(shape.hidden, shape.rows, algorithm, planned.cluster))
@@ -75,11 +65,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, hidden: list[int], before: Any, ti
         return SimpleNamespace(source=SimpleNamespace(shape=shape))
 
     monkeypatch.setattr(tune_norms.cupy_runtime, "load", lambda: SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(tune_norms, "our_backend", lambda comm, what: SimpleNamespace(launches=launches))
     monkeypatch.setattr(tune_norms.norms, "Message", message)
     monkeypatch.setattr(tune_norms, "_time", time)
     comm: Any = SimpleNamespace(synchronize=lambda: None)
-    return tune_norms.measure(comm, hidden, 1, None)
+    return tune_norms.measure(comm, backend, hidden, 1, None)
 
 
 def test_rows_get_their_fastest_kernel(monkeypatch: pytest.MonkeyPatch):

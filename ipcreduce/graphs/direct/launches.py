@@ -9,20 +9,21 @@ from ...calls.request import Request
 from ...cuda import streams
 from ...cuda.driver import Launch
 from ...device.arguments import IN, OUT, OUTS
-from ...device.prepared import KernelStep, Prepared, Start
+from ...device.prepared import KernelStep, Prepared, Step
 from ...ipc.launches import Launches
-from ...ipc.plan import KB, PACKET_BYTES, RESIDENT, LaunchPlan, most_blocks
+from ...ipc.plan import KB, PACKET_BYTES, Gpus, LaunchPlan
 from ...types import Stream
 
 ALGORITHM = "direct"
 
 
-def direct(step: LaunchPlan, n: int, resident: int = RESIDENT, sharing: int = 1) -> LaunchPlan:
+def direct(step: LaunchPlan, gpus: Gpus) -> LaunchPlan:
     """The direct launch that replaces a staged one, once the peers have mapped the output.
 
     It is never the default: over 2 and 4 H200 staged launches are as fast or faster at every size (NOTES.md).
     """
-    width, resident = -(-step.nbytes // PACKET_BYTES // n), min(resident, most_blocks(resident, sharing))
+    n, resident = gpus.n, min(gpus.resident, gpus.most_blocks)
+    width = -(-step.nbytes // PACKET_BYTES // n)
     grid, block = (resident, 512) if n == 2 and width > 256 * KB else (-(-resident // 2), 256)  # in tiles
     return LaunchPlan(ALGORITHM, step.offset, step.nbytes, min(grid, -(-width // block)), block, depth(n))
 
@@ -44,7 +45,7 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _Noted(Step):
     """A step that also adds itself to ``launched`` when it is captured."""
 
     step: KernelStep
@@ -56,9 +57,6 @@ class _Noted:
         (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
         words = self.step.launch.args
         self.launched.append(Launched(node, self.step.plan, self.request, int(words[IN]), int(words[OUT])))
-
-    def bound(self, addresses: Any) -> tuple[Start, Any]:
-        return self.start, addresses
 
 
 def noted(prepared: Prepared, launched: list[Launched]) -> Prepared:

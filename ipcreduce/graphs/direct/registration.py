@@ -117,7 +117,7 @@ class DirectGraphs:
         candidates = [
             _Candidate(
                 resources, segment, call, one,
-                direct(one.part, self._backend.n, launches.resident, launches.sharing),
+                direct(one.part, launches.gpus),
             )
             for resources in recorded
             for segment in resources.segments

@@ -866,7 +866,7 @@ def tuned_norms() -> None:
         assert [one.kernels for one in comm._state.backend._prepared.values()] == ["fused_two_shot"]
         launched = mock.Mock(wraps=comm._state.backend.launches.fused)
         with mock.patch.object(comm._state.backend.launches, "fused", launched):
-            table = tune_norms.measure(comm, [256], 1, WORLD)
+            table = tune_norms.measure(comm, comm._state.backend, [256], 1, WORLD)
         ways = {(given.args[1].kernel, given.args[1].cluster) for given in launched.call_args_list}
         assert ways == {(kernel, blocks) for kernel in ("fused_one_shot", "fused_two_shot") for blocks in (1, 2)}
         assert table[0] == choice
@@ -878,7 +878,7 @@ def tuned_norms() -> None:
             mock.patch.object(bench_norms.Message, "is_right", wrong),
             raises(errors.IpcReduceError, "the RMSNorm of 1 rows by", "is wrong"),
         ):
-            tune_norms.measure(comm, [256], 1, WORLD)
+            tune_norms.measure(comm, comm._state.backend, [256], 1, WORLD)
         works(comm)
 
 

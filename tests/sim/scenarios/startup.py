@@ -29,7 +29,7 @@ from ipcreduce import clock as library_clock
 from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
 from ipcreduce.device.kernels import Kernel
-from ipcreduce.ipc import lists, peers, tuning
+from ipcreduce.ipc import lists, peers, plan, tuning
 from ipcreduce.ipc.launches import Launches
 from ipcreduce.nccl import join as nccl_startup
 from ipcreduce.nccl import library
@@ -451,7 +451,7 @@ def one_smaller_gpu() -> None:
         small = environment(rank, SIM_MULTIPROCESSORS="2")
         with small, Communicator(algorithm="two_shot") as comm:
             works(comm, 120_000)
-            first = comm._state.backend.launches.planned(120_000 * 4, "two_shot")[0]
+            first = plan.make_plan(120_000 * 4, comm._state.backend.launches.gpus, "two_shot")[0]
             assert (first.algorithm, first.grid * first.block) == ("two_shot", 4 * 512), first
         small = environment(rank, SIM_MULTIPROCESSORS="2")
         with small, Communicator(algorithm="direct") as comm, Graph(comm) as graph:
@@ -534,11 +534,11 @@ def shared_gpus() -> None:
     used = WORLD.allgather(machine.gpu(RANK % GPUS).index)
     most = max(map(used.count, used))
     with Communicator() as comm:
-        launches = comm._state.backend.launches
+        gpus = comm._state.backend.launches.gpus
         assert (f"{most} ranks on a GPU, so at most {132 // most} blocks" in comm.describe()) == (most > 1)
         assert ('pass device="auto"' in comm.describe()) == (most > 1)
         for nbytes in (4, 70_000, 1_000_000, 9_000_000):
-            steps = launches.planned(nbytes)
+            steps = plan.make_plan(nbytes, gpus)
             assert len(set(WORLD.allgather(steps))) == 1
             assert most == 1 or all(2 * most * step.grid <= 264 and step.block <= 512 for step in steps), steps
         works(comm, 250_000)

@@ -21,6 +21,7 @@ def test_order_of_calls(hold: Hold) -> None:
         "what_the_driver_is_asked",
         "called_during_a_recording",
         "finaliser_within_a_call",
+        "closed_within_its_registration",
     )
 
 

@@ -22,6 +22,7 @@ from .breaks import current, rehearsing, without_blocks
 from .copied_inputs import copy_arguments
 from .forward_context import MODES, ForwardContext, check_word, get_forward_context
 from .graph import Graph
+from .nests import parts, rebuilt
 from .pool import GraphPool
 from .session import GraphSession, HasSession, default_communicator, session_of
 
@@ -100,7 +101,7 @@ class GraphRunner:
                     raise
             graph = recorded.graph
             graph.replay(self._inputs(context, args, kwargs) if graph.checks_inputs else None)
-            return recorded.outputs
+            return recorded.result()
         if not self._record_new:
             return self._function(*args, **kwargs)
         if self._session().backend is not None:
@@ -142,8 +143,8 @@ class GraphRunner:
         self._pool = graph.pool
         outputs = without_blocks(outputs, graph.pool)
         arguments = without_blocks([args, kwargs], graph.pool) if self._copy_inputs else None  # callers change lists
-        self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
-        return outputs
+        recorded = self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
+        return recorded.result()
 
     def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         roots = Inputs()
@@ -189,3 +190,7 @@ class _Recorded:
     graph: Graph
     outputs: Any
     arguments: Any
+
+    def result(self) -> Any:
+        """The outputs, for one call, whose caller may change lists and dicts."""
+        return rebuilt(self.outputs, lambda one: one) if parts(self.outputs) else self.outputs

@@ -302,6 +302,19 @@ def copied_inputs(comm: Any) -> None:
     given_back(comm, before)
 
 
+def results_that_change(comm: Any) -> None:
+    """A caller may change the list and the dict that it gets: the next call has others, with the recording's arrays."""
+    source = mine(50)
+    with GraphRunner(lambda x: {"all": [comm.allreduce(x)], "own": x}, comm) as runner:
+        for turn in range(1, 4):
+            source.fill((RANK + 1) * turn)
+            with forward_context("a"):
+                result = runner(source)
+            right(result["all"].pop() * 2, TOTAL * turn * 2)
+            assert result.pop("own") is source, turn
+    works(comm)
+
+
 def deep_and_cyclic_nests(comm: Any) -> None:
     """Whatever the address check walks through, runners and breaks take: as arguments, copied ones, and results."""
 
@@ -526,6 +539,6 @@ def fails_while_recording(comm: Any) -> None:
 
 SCENARIOS = [
     one_for_each_batch, which_calls_replay, full_around_piecewise, contexts, addresses, elsewhere_on_one_rank,
-    copied_inputs, deep_and_cyclic_nests, arrays_of_our_own_arguments, inputs_at_the_same_place,
+    copied_inputs, results_that_change, deep_and_cyclic_nests, arrays_of_our_own_arguments, inputs_at_the_same_place,
     inputs_that_share_memory, inputs_of_a_replay_that_runs, descriptors_differ, fails_while_recording,
 ]  # fmt: skip

@@ -139,10 +139,11 @@ class GraphRunner:
             name=text_of(context.batch_descriptor),
         )  # fmt: skip
         with graph.record(self._inputs(context, args, kwargs)):
+            # Now, as the function, and later its callers, may put other arrays into these lists.
+            arguments = rebuilt([args, kwargs], lambda one: one) if self._copy_inputs else None
             outputs = self._function(*args, **kwargs)
         self._pool = graph.pool
-        outputs = without_blocks(outputs, graph.pool)
-        arguments = without_blocks([args, kwargs], graph.pool) if self._copy_inputs else None  # callers change lists
+        outputs, arguments = without_blocks(outputs, graph.pool), without_blocks(arguments, graph.pool)
         recorded = self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
         return recorded.result()
 

@@ -302,6 +302,20 @@ def copied_inputs(comm: Any) -> None:
     given_back(comm, before)
 
 
+def inputs_that_the_function_replaces(comm: Any) -> None:
+    """Replays copy into the arrays that the function got, and not into those that it puts in their places."""
+
+    def double(given: dict[str, Any]) -> Any:
+        given["x"] = given["x"] * 2
+        return comm.allreduce(given["x"])
+
+    with GraphRunner(double, comm, copy_inputs=True) as runner:
+        for turn in range(1, 4):
+            with forward_context("a"):
+                right(runner({"x": mine(50) * turn}), TOTAL * turn * 2)
+    works(comm)
+
+
 def results_that_change(comm: Any) -> None:
     """A caller may change the list and the dict that it gets: the next call has others, with the recording's arrays."""
     source = mine(50)
@@ -539,6 +553,7 @@ def fails_while_recording(comm: Any) -> None:
 
 SCENARIOS = [
     one_for_each_batch, which_calls_replay, full_around_piecewise, contexts, addresses, elsewhere_on_one_rank,
-    copied_inputs, results_that_change, deep_and_cyclic_nests, arrays_of_our_own_arguments, inputs_at_the_same_place,
+    copied_inputs, inputs_that_the_function_replaces, results_that_change, deep_and_cyclic_nests,
+    arrays_of_our_own_arguments, inputs_at_the_same_place,
     inputs_that_share_memory, inputs_of_a_replay_that_runs, descriptors_differ, fails_while_recording,
 ]  # fmt: skip

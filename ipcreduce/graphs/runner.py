@@ -19,7 +19,7 @@ from ..types import DEFAULT_STREAM
 from .address_check import CHECKS, Inputs
 from .addresses import item
 from .breaks import current, rehearsing, without_blocks
-from .copied_inputs import copy_arguments
+from .copied_inputs import copy_arguments, uncopied
 from .forward_context import MODES, ForwardContext, check_word, get_forward_context
 from .graph import Graph
 from .nests import parts, rebuilt
@@ -42,7 +42,8 @@ class GraphRunner:
         ``attn_metadata``) with the recording's: at the "first" replay of each recording, "always", or "never".
     :param record_new: True to record descriptors that have no recording; False to call the function for them.
     :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples, dicts, FP8 and Map,
-        into the recording's before each replay. If False, the caller must pass the same arrays each time.
+        into the recording's before each replay, and compare the addresses of those in other objects. If False, the
+        caller must pass the same arrays each time.
     :raises ArgumentError: if ``function`` cannot be called, ``comm`` is not a communicator, or ``mode`` or ``check`` is
         another word.
 
@@ -149,7 +150,9 @@ class GraphRunner:
 
     def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         roots = Inputs()
-        if not self._copy_inputs:
+        if self._copy_inputs:
+            roots += uncopied([args, kwargs])
+        else:
             roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
             roots += [(f"kwargs{item(name)}", value) for name, value in kwargs.items()]
         if self._mode == "full":

@@ -37,6 +37,7 @@ def test_another_device(hold: Hold) -> None:
         "stream_of_another_device",
         "recordings_with_another_device",
         "memory_with_another_device",
+        "pool_of_another_device",
         "default_streams_of_two_devices",
         "faults_with_another_device",
         "arrays_of_another_device",

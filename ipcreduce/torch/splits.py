@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import default
+from ..arrays.splits import counted
 from ..communicator import Communicator
 from ..dtypes import op_name
 from .dispatch import changed
@@ -54,6 +55,7 @@ def _tuple(sizes: Sizes) -> tuple[int, ...] | None:
 # ---- the shapes of their results
 def _fake_all_gather(x: torch.Tensor, axis: int = 0, sizes: Sizes = None, communicator: str = DEFAULT) -> torch.Tensor:
     shape = [*x.shape] or [1]
+    axis = counted(axis, len(shape))
     shape[axis] = shape[axis] * _found(communicator).size if sizes is None else sum(sizes)
     return x.new_empty(shape)
 
@@ -63,6 +65,7 @@ def _fake_reduce_scatter(
 ) -> torch.Tensor:
     op_name(op)
     shape, comm = [*x.shape], _found(communicator)
+    axis = counted(axis, len(shape))
     shape[axis] = shape[axis] // comm.size if sizes is None else sizes[comm.rank]
     return x.new_empty(shape)
 

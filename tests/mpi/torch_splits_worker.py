@@ -108,6 +108,9 @@ def compiled() -> None:
     assert torch.equal(layer(torch.full((2 * SIZE,), float(RANK))), torch.full((2,), 2.0 * RANKS))
     columns = torch.compile(lambda x: gathered(x + 1, -1), backend="aot_eager", fullgraph=True)
     assert columns(of_rank(RANK, 4, 3)).shape == (4, 3 * SIZE)
+    for make in (gathered, lambda x, axis: scattered(x, "sum", axis)):
+        with pytest.raises(Exception, match=r"axis is 2, and array has 1 dimensions\. Pass an axis from -1 to 0"):
+            torch.compile(make, backend="aot_eager", fullgraph=True)(torch.ones(2 * SIZE), 2)
 
 
 def checks_of_pytorch() -> None:

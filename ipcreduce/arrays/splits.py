@@ -134,6 +134,14 @@ def _whole_number(value: Any, name: str) -> int:
     raise ArgumentError(f"{name} is {shown(value)}. Pass an int of at most 47 bits")
 
 
+def counted(axis: int, ndim: int) -> int:
+    """The axis counted from 0. :raises ArgumentError: if an array with ``ndim`` dimensions has it not."""
+    if not -ndim <= axis < ndim:
+        advice = f"Pass an axis from {-ndim} to {ndim - 1}" if ndim else "Pass an array with one"
+        raise ArgumentError(f"axis is {axis}, and array has {ndim} dimensions. {advice}")
+    return axis % ndim
+
+
 class Splitting(NamedTuple):
     """One array of a call, and how it is split.
 
@@ -159,13 +167,7 @@ class Splitting(NamedTuple):
             return cls(call, split, source, dtype, source.shape, source.shape)
         if not source.ndim and call.collective.gathers:
             source = source.reshape(1)  # a number counts as an array of one element
-        shape, axis = source.shape, split.axis
-        if not -len(shape) <= axis < len(shape):
-            raise ArgumentError(
-                f"axis is {axis}, and array has {len(shape)} dimensions. "
-                + (f"Pass an axis from {-len(shape)} to {len(shape) - 1}" if shape else "Pass an array with one")
-            )
-        axis %= len(shape)
+        shape, axis = source.shape, counted(split.axis, source.ndim)
         whole, part = ((*shape[:axis], length, *shape[axis + 1 :]) for length in _lengths(call, split, shape[axis]))
         if math.prod(filter(None, whole)) * source.itemsize >= _TOO_MANY_BYTES:
             raise ArgumentError(f"the whole array would have shape {whole}, which no memory holds. Pass shorter parts")

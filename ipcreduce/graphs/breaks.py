@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -15,7 +15,7 @@ from ..cuda import array_protocols, cupy_runtime, current_streams, torch_runtime
 from ..errors import ArgumentError, CaptureError
 from ..texts import kind_of
 from ..types import Stream
-from .nests import objects, rebuilt
+from .nests import holders, objects, rebuilt
 from .pool import GraphPool
 from .recording import in_pool
 
@@ -100,7 +100,8 @@ class Break:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
     ) -> None:
         self._function, self._name, self._pool = function, _name(function), pool
-        self._args, self._kwargs = without_blocks((args, kwargs), pool)
+        given, ours = (args, kwargs), lambda one: views.is_cupy(one) and in_pool(one, pool)
+        self._args, self._kwargs = without_blocks(given, pool, holders(given, ours))
         self._output: Any = None  # the array returned to the body, if any
 
     def __str__(self) -> str:
@@ -167,11 +168,13 @@ def _cannot_return(name: str, result: Any, array: str) -> CaptureError:
     )
 
 
-def without_blocks(nest: Any, pool: GraphPool) -> Any:
+def without_blocks(nest: Any, pool: GraphPool, only: Collection[int] | None = None) -> Any:
     """Replace the pool's arrays in ``nest``, also in lists, tuples and dicts, by views that do not own their block.
 
     The block may be reused: later segments do so at each replay, as at the recording. The memory stays allocated as
     long as the view, whatever becomes of the graph.
+
+    :param only: see :func:`rebuilt`.
     """
 
     def leaf(value: Any) -> Any:
@@ -181,4 +184,4 @@ def without_blocks(nest: Any, pool: GraphPool) -> Any:
         hold = pool.hold(first, past - first)
         return value if hold is None else views.view_of(value, hold)
 
-    return rebuilt(nest, leaf)
+    return rebuilt(nest, leaf, only)

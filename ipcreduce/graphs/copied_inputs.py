@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..arrays import locations, views
@@ -61,6 +62,27 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
     sources = [views.contiguous_copy(here, stream) if _meets(here, written) else here for here, _ in moved]
     for source, (_, there) in zip(sources, moved, strict=True):
         views.copy_into(there, source, stream)
+
+
+def uncopied(arguments: Any) -> Iterator[tuple[str, Any]]:
+    """The objects among the arguments, by path, whose arrays no copy reaches: all but arrays and known containers."""
+    met: dict[int, Any] = {}
+    left = [(_Path(None, str, name), one, one) for name, one in zip(("args", "kwargs"), arguments, strict=True)]
+    while left:
+        path, one, _ = pair = left.pop()
+        if met.setdefault(id(one), pair) is not pair:
+            continue
+        inside = _inside(*pair)
+        if inside is not None:
+            left += inside[::-1]
+        elif not _is_array(one):
+            yield str(path), one
+
+
+def _is_array(argument: Any) -> bool:
+    with suppress(ArgumentError):  # the address check says what is wrong with it
+        return locations.locate(argument) is not None
+    return False
 
 
 def _check_apart(pairs: list[_Pair]) -> None:

@@ -23,11 +23,31 @@ def objects(nest: Any) -> Iterator[Any]:
             yield one
 
 
-def rebuilt(nest: Any, leaf: Callable[[Any], Any]) -> Any:
+def holders(nest: Any, is_wanted: Callable[[Any], bool]) -> set[int]:
+    """The ids of a nest's objects that are wanted, and of the containers that hold one, at any depth."""
+    above: dict[int, list[Any]] = {}
+    found = []
+    for one in objects(nest):
+        for part in parts(one):
+            above.setdefault(id(part), []).append(one)
+        if is_wanted(one):
+            found.append(one)
+    met: set[int] = set()
+    while found:
+        one = found.pop()
+        if id(one) not in met:
+            met.add(id(one))
+            found += above.get(id(one), ())
+    return met
+
+
+def rebuilt(nest: Any, leaf: Callable[[Any], Any], only: Collection[int] | None = None) -> Any:
     """A copy of a nest with ``leaf(one)`` in place of each object that is not a list, tuple or dict.
 
     What is one object in the nest is one in the copy. A tuple is made after its members, and a list or dict empty at
     first: only through these can a nest contain itself.
+
+    :param only: the ids of the objects that are copied or replaced; None for all. The others stay themselves.
     """
     made: dict[int, Any] = {}
     shells, left = [], deque([nest])
@@ -35,7 +55,9 @@ def rebuilt(nest: Any, leaf: Callable[[Any], Any]) -> Any:
         one = left.pop()
         if id(one) in made:
             continue
-        if type(one) is tuple:
+        if only is not None and id(one) not in only:
+            made[id(one)] = one
+        elif type(one) is tuple:
             missing = [part for part in one if id(part) not in made]
             if missing:
                 left += one, *missing

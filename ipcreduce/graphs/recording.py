@@ -191,31 +191,34 @@ def _task() -> Any:
 class Resources:
     """The driver's resources of a graph. Released at close(), or when the graph is collected, whichever is first.
 
-    :ivar state: of the graph, as long as it can be replayed.
+    :ivar state: of the graph, as long as it can be replayed; then "closed".
+    :ivar held: not empty while a registration needs them.
     """
 
     def __init__(self, pool: GraphPool, context: int, segments: list[Segment]) -> None:
         self.pool, self._context, self.segments = pool, context, segments
         self.state = "staged"
         self._first: list[Callable[[], None]] = []  # to be done before the segments are closed
+        self.held: set[int] = set()
         self._released = False
         pool.retain()
 
     def use(self, state: str, executables: dict[Segment, cuda_graph.Executable], release: Callable[[], None]) -> None:
         """Launch other executables from now on. ``release()`` gives back what these need."""
-        self.state = state
+        self.state = self.state if self.state == "closed" else state
         self._first.append(release)
         for segment, executable in executables.items():
             segment.use(executable)
 
     def release(self) -> None:
-        """Give everything back. Idempotent."""
+        """Give everything back, unless a registration needs it, which calls this once more. Idempotent."""
         with uninterrupted():
-            if not self._released:
+            self.state = "closed"
+            if not self.held and not self._released:
                 self._released = True
                 actions = [action for segment in self.segments for action in segment.close_actions()]
                 free_later(self._context, *self._first, *actions, self.pool.release)
-                self.segments, self._first = [], []
+                self._first = []
 
 
 def in_pool(array: Any, pool: GraphPool) -> bool:

@@ -19,9 +19,10 @@ from ..types import DEFAULT_STREAM
 from .address_check import CHECKS, Inputs
 from .addresses import item
 from .breaks import current, rehearsing, without_blocks
-from .copied_inputs import copy_arguments
+from .copied_inputs import copy_arguments, uncopied
 from .forward_context import MODES, ForwardContext, check_word, get_forward_context
 from .graph import Graph
+from .nests import parts, rebuilt
 from .pool import GraphPool
 from .session import GraphSession, HasSession, default_communicator, session_of
 
@@ -41,7 +42,8 @@ class GraphRunner:
         ``attn_metadata``) with the recording's: at the "first" replay of each recording, "always", or "never".
     :param record_new: True to record descriptors that have no recording; False to call the function for them.
     :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples, dicts, FP8 and Map,
-        into the recording's before each replay. If False, the caller must pass the same arrays each time.
+        into the recording's before each replay, and compare the addresses of those in other objects. If False, the
+        caller must pass the same arrays each time.
     :raises ArgumentError: if ``function`` cannot be called, ``comm`` is not a communicator, or ``mode`` or ``check`` is
         another word.
 
@@ -98,7 +100,7 @@ class GraphRunner:
                     raise
             graph = recorded.graph
             graph.replay(self._inputs(context, args, kwargs) if graph.checks_inputs else None)
-            return recorded.outputs
+            return recorded.result()
         if not self._record_new:
             return self._function(*args, **kwargs)
         if self._session().backend is not None:
@@ -136,16 +138,19 @@ class GraphRunner:
             name=text_of(context.batch_descriptor),
         )  # fmt: skip
         with graph.record(self._inputs(context, args, kwargs)):
+            # Now, as the function, and later its callers, may put other arrays into these lists.
+            arguments = rebuilt([args, kwargs], lambda one: one) if self._copy_inputs else None
             outputs = self._function(*args, **kwargs)
         self._pool = graph.pool
-        outputs = without_blocks(outputs, graph.pool)
-        arguments = without_blocks([args, kwargs], graph.pool) if self._copy_inputs else None  # callers change lists
-        self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
-        return outputs
+        outputs, arguments = without_blocks(outputs, graph.pool), without_blocks(arguments, graph.pool)
+        recorded = self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
+        return recorded.result()
 
     def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         roots = Inputs()
-        if not self._copy_inputs:
+        if self._copy_inputs:
+            roots += uncopied([args, kwargs])
+        else:
             roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
             roots += [(f"kwargs{item(name)}", value) for name, value in kwargs.items()]
         if self._mode == "full":
@@ -187,3 +192,7 @@ class _Recorded:
     graph: Graph
     outputs: Any
     arguments: Any
+
+    def result(self) -> Any:
+        """The outputs, for one call, whose caller may change lists and dicts."""
+        return rebuilt(self.outputs, lambda one: one) if parts(self.outputs) else self.outputs

@@ -216,9 +216,15 @@ class GraphSession:
         """The pool of a graph, which is new for None.
 
         :raises GraphStateError: if another communicator has given its memory back.
+        :raises ArgumentError: if its memory is on another GPU.
         """
         if pool is None:
             pool = self.pools.new()
+        elif pool.device != self.device:
+            raise ArgumentError(
+                f"the pool's memory is on GPU {pool.device}, but this communicator uses GPU {self.device}. Pass a "
+                "pool of that GPU"
+            )
         elif pool.is_suspended:
             raise GraphStateError("the pool's memory was given back by suspend(pools=True). Call resume() first")
         pool.sessions.add(self)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -125,19 +124,26 @@ class Buckets:
     def _watch_this_pass(self) -> None:
         """Tell the peers if the present backward pass ends by an exception, wherever that is raised.
 
-        PyTorch calls ``finished`` at the end of the pass. If the pass fails, it drops ``finished`` without a call.
+        PyTorch drops ``finished`` at the end of the pass, and calls it before unless the pass fails. A pass within
+        another one, as a reentrant checkpoint makes it, is dropped within that, which is the next to be watched.
         """
+        ends: list[bool] = []
 
         def finished() -> None:
-            unfinished.detach()
+            ends.append(True)
 
-        unfinished = weakref.finalize(finished, self._tell_of_the_failed_pass)
-        unfinished.atexit = False
-        self._unfinished = unfinished
-        with suppress(RuntimeError):  # in DistributedDataParallel.join() there is no backward pass
+        def dropped() -> None:
+            if not ends:
+                self._tell_of_the_failed_pass()
+            elif torch._C._current_graph_task_id() >= 0:
+                self._watch_this_pass()
+
+        self._unfinished = weakref.finalize(finished, dropped)
+        self._unfinished.atexit = False
+        try:
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            return
-        unfinished.detach()
+        except RuntimeError:  # in DistributedDataParallel.join() there is no backward pass
+            self._unfinished.detach()
 
     def _tell_of_the_failed_pass(self) -> None:
         error = RuntimeError("its backward pass raised an exception, after its first bucket of gradients")

@@ -35,12 +35,12 @@ def _is_differentiated(x: torch.Tensor) -> bool:
 
 def define(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], derivative: Callable[..., Any],
-    batched: Callable[..., tuple[Any, ...]] = lambda *rest: rest,
+    batched: Callable[..., tuple[Any, ...]] = lambda *given: given,
 ) -> Any:  # fmt: skip
     """Define an operator that is linear in its first argument: its forward-mode derivative is the operator itself.
 
     :param derivative: the backward one, of the gradient and the arguments after the tensor.
-    :param batched: the arguments after the tensor for a batch of tensors, along axis 0.
+    :param batched: the arguments for a batch of tensors along axis 0, from the batch and those after the tensor.
     """
     operator = defined(name, schema, kernel, fake)
     defaults = kernel.__defaults__ or ()
@@ -87,7 +87,7 @@ def define(
     def of_batch(info: Any, in_dims: tuple[int, ...], x: torch.Tensor, *rest: Any) -> tuple[Any, int]:
         """Make one call for the whole batch."""
         rest += defaults[len(rest) :]
-        return operator(x.movedim(in_dims[0], 0), *batched(*rest)), 0
+        return operator(*batched(x.movedim(in_dims[0], 0), *rest)), 0
 
     library.impl(name, differentiable, "Autograd")
     if hasattr(torch.library, "register_vmap"):  # otherwise PyTorch makes one call for each element of the batch

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import default
+from ..arrays.splits import counted
 from ..communicator import Communicator
 from ..dtypes import op_name
 from .dispatch import changed
@@ -54,6 +55,7 @@ def _tuple(sizes: Sizes) -> tuple[int, ...] | None:
 # ---- the shapes of their results
 def _fake_all_gather(x: torch.Tensor, axis: int = 0, sizes: Sizes = None, communicator: str = DEFAULT) -> torch.Tensor:
     shape = [*x.shape] or [1]
+    axis = counted(axis, len(shape))
     shape[axis] = shape[axis] * _found(communicator).size if sizes is None else sum(sizes)
     return x.new_empty(shape)
 
@@ -63,6 +65,7 @@ def _fake_reduce_scatter(
 ) -> torch.Tensor:
     op_name(op)
     shape, comm = [*x.shape], _found(communicator)
+    axis = counted(axis, len(shape))
     shape[axis] = shape[axis] // comm.size if sizes is None else sizes[comm.rank]
     return x.new_empty(shape)
 
@@ -91,17 +94,23 @@ def _of_broadcast(gradient: torch.Tensor, root: int, communicator: str) -> torch
 
 
 # ---- the operators
-def _next(axis: int) -> int:
-    return axis + 1 if axis >= 0 else axis
+def _next(axis: int, batch: torch.Tensor) -> int:
+    """The axis in a batch of tensors along axis 0; for one that they have not, an axis that the batch has not."""
+    return axis + 1 if axis >= 0 else axis - (axis <= -batch.dim())
+
+
+def _gathering(batch: torch.Tensor, axis: int, *rest: Any) -> tuple[Any, ...]:
+    batch = batch if batch.dim() > 1 else batch[:, None]  # a number counts as an array of one element
+    return batch, _next(axis, batch), *rest
 
 
 all_gather = define(
     "all_gather", f"(Tensor x, {_SPLIT}) -> Tensor", _all_gather, _fake_all_gather, _of_all_gather,
-    lambda axis, *rest: (_next(axis), *rest),
+    _gathering,
 )  # fmt: skip
 reduce_scatter = define(
     "reduce_scatter", f'(Tensor x, str op="sum", {_SPLIT}) -> Tensor', _reduce_scatter, _fake_reduce_scatter,
-    _of_reduce_scatter, lambda op, axis, *rest: (op, _next(axis), *rest),
+    _of_reduce_scatter, lambda batch, op, axis, *rest: (batch, op, _next(axis, batch), *rest),
 )  # fmt: skip
 _broadcast_of = define(
     "broadcast", f'(Tensor x, int root=0, str communicator="{DEFAULT}") -> Tensor', _broadcast, _fake_broadcast,

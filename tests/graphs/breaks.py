@@ -325,6 +325,28 @@ def views_of_arguments(comm: Any) -> None:
     works(comm)
 
 
+def containers_of_the_program(comm: Any) -> None:
+    """Without arrays of the pool they are the same at each replay: the break reads what the program writes there."""
+    source, steps, state = mine(100), [], {"bias": 1.0}
+
+    @eager_break
+    def add(given: dict[str, Any], *, state: dict[str, float]) -> None:
+        given["steps"].append(state["bias"])
+        state["seen"] = state.get("seen", 0) + 1
+        given["x"][0][...] = given["x"][0] + state["bias"]
+
+    with Graph(comm) as graph:
+        with graph.record():
+            total = comm.allreduce(source)
+            add({"x": (total,), "steps": steps}, state=state)
+        for turn in range(1, 4):
+            state["bias"] = turn * 10.0
+            graph.replay()
+            right(total, TOTAL + turn * 10)
+    assert (steps, state) == ([1, 10, 20, 30], {"bias": 30, "seen": 4}), (steps, state)
+    works(comm)
+
+
 def held_arguments(comm: Any) -> None:
     """What a break gets from elsewhere is kept by the graph, and goes with it."""
     before = held_by_library(comm)
@@ -605,7 +627,7 @@ def replayed_on_another_stream(comm: Any) -> None:
 
 SCENARIOS = [
     real_data, add_eager, nested, reduces_inside, surroundings, returned, returned_view, the_break_at_the_end,
-    views_of_arguments, held_arguments,
+    views_of_arguments, containers_of_the_program, held_arguments,
     side_streams, exceptions_in_breaks, exception_between_breaks, caught_break, caught_on_one_rank, broken_pieces,
     two_communicators, unnoticed, replayed_on_another_stream,
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -302,6 +302,56 @@ def copied_inputs(comm: Any) -> None:
     given_back(comm, before)
 
 
+class Pair(NamedTuple):
+    """A user's own, in which nothing is copied."""
+
+    x: Any
+    scale: int
+
+
+def inputs_that_are_not_copied(comm: Any) -> None:
+    """copy_inputs=True compares the addresses of arrays in objects of other classes, and nothing else in these."""
+    first, second = Pair(mine(50), 1), Pair(mine(50), 2)
+    for check, made in itertools.product(("first", "never"), (lambda one: one, lambda one: {"of": [one]})):
+        total = lambda one, y: comm.allreduce((one["of"][0] if isinstance(one, dict) else one).x + y)  # noqa: E731
+        with GraphRunner(total, comm, copy_inputs=True, check=check) as runner, forward_context("a"):
+            right(runner(made(first), mine(50)), 2 * TOTAL)
+            if check == "first":
+                where = 'args[0]["of"][0].x' if type(made(first)) is dict else "args[0].x"
+                with raises(AddressChangedError, f"changed {where}: 0x"):
+                    runner(made(second), mine(50))
+            right(runner(made(first._replace(scale=2)), mine(50) * 2), 3 * TOTAL)
+            right(runner(made(second), mine(50)), 2 * TOTAL)
+        works(comm)
+
+
+def inputs_that_the_function_replaces(comm: Any) -> None:
+    """Replays copy into the arrays that the function got, and not into those that it puts in their places."""
+
+    def double(given: dict[str, Any]) -> Any:
+        given["x"] = given["x"] * 2
+        return comm.allreduce(given["x"])
+
+    with GraphRunner(double, comm, copy_inputs=True) as runner:
+        for turn in range(1, 4):
+            with forward_context("a"):
+                right(runner({"x": mine(50) * turn}), TOTAL * turn * 2)
+    works(comm)
+
+
+def results_that_change(comm: Any) -> None:
+    """A caller may change the list and the dict that it gets: the next call has others, with the recording's arrays."""
+    source = mine(50)
+    with GraphRunner(lambda x: {"all": [comm.allreduce(x)], "own": x}, comm) as runner:
+        for turn in range(1, 4):
+            source.fill((RANK + 1) * turn)
+            with forward_context("a"):
+                result = runner(source)
+            right(result["all"].pop() * 2, TOTAL * turn * 2)
+            assert result.pop("own") is source, turn
+    works(comm)
+
+
 def deep_and_cyclic_nests(comm: Any) -> None:
     """Whatever the address check walks through, runners and breaks take: as arguments, copied ones, and results."""
 
@@ -526,6 +576,7 @@ def fails_while_recording(comm: Any) -> None:
 
 SCENARIOS = [
     one_for_each_batch, which_calls_replay, full_around_piecewise, contexts, addresses, elsewhere_on_one_rank,
-    copied_inputs, deep_and_cyclic_nests, arrays_of_our_own_arguments, inputs_at_the_same_place,
+    copied_inputs, inputs_that_are_not_copied, inputs_that_the_function_replaces, results_that_change,
+    deep_and_cyclic_nests, arrays_of_our_own_arguments, inputs_at_the_same_place,
     inputs_that_share_memory, inputs_of_a_replay_that_runs, descriptors_differ, fails_while_recording,
 ]  # fmt: skip

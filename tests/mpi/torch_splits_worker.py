@@ -87,11 +87,30 @@ def transforms() -> None:
     assert torch.equal(vmap(scattered, in_dims=1, out_dims=1)(square), torch.full((2, 2), float(SIZE)))
 
 
+def axes_of_a_batch() -> None:
+    """Each axis is one of the tensors in the batch, and never the batch's own. Numbers are arrays of one element."""
+    batch = of_rank(RANK, 4, 2 * SIZE)
+    for axis in (0, -1):
+        assert torch.equal(vmap(lambda x, axis=axis: gathered(x, axis))(batch), gathered(batch, 1))
+        assert torch.equal(vmap(lambda x, axis=axis: scattered(x, "sum", axis))(batch), scattered(batch, axis=1))
+        found = vmap(lambda x, axis=axis: gathered(x, axis))(batch[:, 0])
+        assert torch.equal(found, gathered(batch[:, :1], 1)), (axis, found)
+    numbers = torch.ones(2 * SIZE)
+    for make in (gathered, lambda x, axis: scattered(x, "sum", axis)):
+        for wrong, axes in ((batch, (1, -2, -3)), (numbers, (1, -2) if make is gathered else (0, 1, -1, -2))):
+            for axis in axes:
+                with pytest.raises(ArgumentError, match="axis is"):
+                    vmap(lambda x, make=make, axis=axis: make(x, axis))(wrong)
+
+
 def compiled() -> None:
     layer = torch.compile(lambda x: scattered(torch.relu(x) + 1) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(layer(torch.full((2 * SIZE,), float(RANK))), torch.full((2,), 2.0 * RANKS))
     columns = torch.compile(lambda x: gathered(x + 1, -1), backend="aot_eager", fullgraph=True)
     assert columns(of_rank(RANK, 4, 3)).shape == (4, 3 * SIZE)
+    for make in (gathered, lambda x, axis: scattered(x, "sum", axis)):
+        with pytest.raises(Exception, match=r"axis is 2, and array has 1 dimensions\. Pass an axis from -1 to 0"):
+            torch.compile(make, backend="aot_eager", fullgraph=True)(torch.ones(2 * SIZE), 2)
 
 
 def checks_of_pytorch() -> None:
@@ -132,7 +151,7 @@ def fsdp_refuses() -> None:
         operators.FSDPAllGather(dist.group.WORLD)  # type: ignore[arg-type]
 
 
-SCENARIOS = [results, gradients, transforms, compiled, checks_of_pytorch, fsdp_refuses]
+SCENARIOS = [results, gradients, transforms, axes_of_a_batch, compiled, checks_of_pytorch, fsdp_refuses]
 
 
 if __name__ == "__main__":

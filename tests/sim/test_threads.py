@@ -21,6 +21,7 @@ def test_order_of_calls(hold: Hold) -> None:
         "what_the_driver_is_asked",
         "called_during_a_recording",
         "finaliser_within_a_call",
+        "closed_within_its_registration",
     )
 
 
@@ -36,6 +37,7 @@ def test_another_device(hold: Hold) -> None:
         "stream_of_another_device",
         "recordings_with_another_device",
         "memory_with_another_device",
+        "pool_of_another_device",
         "default_streams_of_two_devices",
         "faults_with_another_device",
         "arrays_of_another_device",

@@ -263,10 +263,10 @@ class BackwardPass:
         _state.backward.callbacks.append(callback)
 
     def __enter__(self) -> None:
-        _state.backward = self
+        self._outer, _state.backward = getattr(_state, "backward", None), self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        _state.backward = None
+        _state.backward = self._outer
         while self.callbacks:
             callback = self.callbacks.pop()
             if kind is None:
@@ -387,6 +387,7 @@ distributed = SimpleNamespace(
 )  # fmt: skip
 _C = SimpleNamespace(
     _cuda_getCurrentRawStream=lambda device: current_stream().cuda_stream,
+    _current_graph_task_id=lambda: -1 if getattr(_state, "backward", None) is None else 0,
     _is_tracing=lambda: getattr(_state, "trace", None) is not None,
     _TorchDispatchModeKey=SimpleNamespace(PROXY="proxy", FAKE="fake"),
     _get_dispatch_mode=_modes.get,

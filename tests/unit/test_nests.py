@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.graphs.nests import objects, rebuilt
+from ipcreduce.graphs.nests import holders, objects, rebuilt
 
 DEEP = 100_000
 
@@ -25,12 +25,23 @@ def test_only_the_leaves_differ():
     assert rebuilt(4, negative) == -4
 
 
+def test_what_holds_nothing_wanted_stays_itself():
+    kept: list[Any] = ["a", {"b": "c"}]
+    kept.append(kept)
+    nest = {"a": (1, kept), "b": [kept], "c": [[2]]}
+    copy = rebuilt(nest, negative, holders(nest, lambda one: isinstance(one, int)))
+    assert (copy["a"][0], copy["c"]) == (-1, [[-2]])
+    assert copy["a"][1] is kept is copy["b"][0]
+    assert copy["b"] is nest["b"]
+    assert copy["c"] is not nest["c"]
+
+
 @pytest.mark.parametrize("kind", [list, tuple, dict])
 def test_a_deep_nest(kind: Any):
     nest: Any = 1
     for _ in range(DEEP):
         nest = {"x": nest} if kind is dict else kind([nest])
-    assert sum(1 for _ in objects(nest)) == DEEP + 1
+    assert sum(1 for _ in objects(nest)) == DEEP + 1 == len(holders(nest, lambda one: one == 1))
     copy = rebuilt(nest, negative)
     for _ in range(DEEP):
         assert type(copy) is kind

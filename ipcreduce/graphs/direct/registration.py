@@ -110,7 +110,16 @@ class DirectGraphs:
                 number = calls.number
                 segments = [segment for _, resources in recorded for segment in resources.segments]
                 call_lock.alone(calls, self._agree, number, segments, None)
-            call_lock.alone(calls, self._register, number, [resources for _, resources in recorded])
+            resources, held = [resources for _, resources in recorded], {number}
+            try:
+                for one in resources:  # a finaliser, or another thread, may close the graph meanwhile
+                    one.held = held
+                call_lock.alone(calls, self._register, number, resources)
+            finally:
+                held.clear()  # first, in one step: an interrupt behind it leaves the rest to the graph's finaliser
+                for one in resources:
+                    if one.state == "closed":
+                        one.release()
 
     def _register(self, number: int, recorded: list[Resources]) -> None:
         launches = self._backend.launches
@@ -206,7 +215,8 @@ class DirectGraphs:
                 source, target, nbytes = one.launched.source, one.launched.target, one.direct.nbytes
                 found = (pool.find(target, nbytes) for pool in (one.resources.pool, self._memory))
                 slab = next((slab for slab in found if slab is not None), None)
-                if slab is not None and (source | target | nbytes) % plan.PACKET_BYTES == 0:
+                is_open = one.resources.state != "closed"
+                if slab is not None and is_open and (source | target | nbytes) % plan.PACKET_BYTES == 0:
                     handle = np.void(driver.export_memory(slab.address) if slab.place is None else bytes(64))
                     slab_number = self._numbers.setdefault(slab, next(self._next_number))
                     self._slabs[slab_number] = slab

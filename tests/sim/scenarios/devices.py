@@ -101,6 +101,18 @@ def memory_with_another_device() -> None:
         works(comm)
 
 
+def pool_of_another_device() -> None:
+    """A graph does not take memory of another GPU than its kernels run on."""
+    with Communicator() as comm, Graph(comm) as graph:
+        with graph.record():
+            comm.allreduce(mine())
+        with cupy.cuda.Device(OTHER), Communicator() as other:
+            words = f"the pool's memory is on GPU {OWN}, but this communicator uses GPU {OTHER}"
+            with raises(errors.ArgumentError, words), Graph(other, pool=graph.pool).record():
+                pass
+            works(other)
+
+
 def faults_with_another_device() -> None:
     """The call that settles a fault leaves this thread's current GPU as it is."""
     source, out = mine(), mine()
@@ -152,5 +164,5 @@ def default_streams_of_two_devices() -> None:
 
 SCENARIOS = [
     threads_with_another_device, arrays_of_another_device, stream_of_another_device, recordings_with_another_device,
-    memory_with_another_device, default_streams_of_two_devices, faults_with_another_device,
+    memory_with_another_device, pool_of_another_device, default_streams_of_two_devices, faults_with_another_device,
 ]  # fmt: skip

@@ -22,14 +22,19 @@ from ipcreduce.calls import request
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
 from ipcreduce.device.stream_order import StreamOrder
+from ipcreduce.graphs.direct import registration
+from ipcreduce.graphs.direct.registration import DirectGraphs
 from tests.shared.bounds import HANG, until
 from tests.sim.scenarios.common import (
+    LAST,
     OWN,
     RANK,
     WORLD,
     delay,
     error_of,
     fault,
+    grown,
+    held,
     in_threads,
     mine,
     raises,
@@ -198,6 +203,48 @@ def finaliser_within_a_call() -> None:
         right(outs[0])
         right(outs[1], 10)
         comm.synchronize()
+
+
+def closed_within_its_registration() -> None:
+    """One rank's finaliser closes a graph as it is made direct: it ends with that, and the others go on."""
+    for place, step in (
+        (DirectGraphs, "register"), (DirectGraphs, "_register"), (DirectGraphs, "_export"),
+        (registration, "set_kernel"), (DirectGraphs, "_use"),
+    ):  # fmt: skip
+        with Communicator(algorithm="direct") as comm:
+            works(comm)
+            source, results = mine(), []
+            with Graph(comm) as graph, graph.record():
+                comm.allreduce(source)
+            del graph
+            comm.synchronize()
+            WORLD.Barrier()
+            comm.synchronize()
+            run, before, graphs = getattr(place, step), held(), [Graph(comm), Graph(comm)]
+            closed, other = graphs
+
+            def closing(*given: Any, run: Any = run, closed: Graph = closed) -> Any:
+                if RANK == LAST:
+                    closed.close()
+                return run(*given)
+
+            with mock.patch.object(place, step, closing), comm.capture():
+                for graph in graphs:
+                    with graph.record():
+                        results.append(comm.allreduce(source))
+            usable = "registered" if step in ("set_kernel", "_use") else "staged"
+            assert closed.state == ("closed" if RANK == LAST else usable), (step, closed.describe())
+            assert other.state == "registered", (step, other.describe())
+            other.replay()
+            right(results[1])
+            while graphs:
+                graphs.pop().close()
+            del closed, other, graph, closing
+            results.clear()
+            for _ in range(2):
+                comm.synchronize()
+                WORLD.Barrier()
+            assert not (left := grown(before)), f"rank {RANK}: {step}: {left}"
 
 
 @contextlib.contextmanager
@@ -458,6 +505,7 @@ def called_within_synchronize() -> None:
 SCENARIOS = [
     called_within_synchronize, overtakes_nothing,
     threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends,
-    called_during_a_recording, finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
-    alone, memory_is_short, unknown_is_no_end, what_the_driver_is_asked, packets_under_way, launches_that_fail,
+    called_during_a_recording, finaliser_within_a_call, closed_within_its_registration, given_back_in_several_threads,
+    given_back_while_a_step_waits, alone, memory_is_short, unknown_is_no_end, what_the_driver_is_asked,
+    packets_under_way, launches_that_fail,
 ]  # fmt: skip

@@ -49,7 +49,7 @@ class DeviceSplit:
     def held(self) -> Iterator[Any]:
         """The arrays that a recording has to keep, copies among them."""
         for one in self._arrays:
-            yield from (one.source, one.destination, one.target)
+            yield from (one.splitting.source, one.source, one.destination, one.target)
 
     @property
     def written(self) -> Sequence[Written]:

@@ -166,8 +166,8 @@ class DeviceOperands:
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """The arrays that a recording has to keep."""
-        return self.source, self.destination, self.target
+        """The arrays that a recording has to keep: the given one, too, of which ``source`` may be a copy."""
+        return self.given, self.source, self.destination, self.target
 
     def convert(self, dtype: np.dtype[Any] | None) -> None:
         """Copy the source to ``dtype``, and let the kernels work on that copy in place. None: leave it as it is."""

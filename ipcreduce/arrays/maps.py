@@ -233,8 +233,7 @@ class DeviceMap:
             whole = view = _device_view(name, value, used, given.out is not None)
             operands.append(Operand(name, _element(name, view.dtype), _extent(name, view.shape, used.source.shape)))
             if not views.is_contiguous(view):
-                with site.allocating():
-                    view = views.contiguous_copy(view, site.stream)
+                view = site.copied(view)
             if views.pointer(view) % view.itemsize:
                 raise ArgumentError(
                     f"the address of the operand {name} is no multiple of its itemsize. Copy it to a new array first"
@@ -261,7 +260,7 @@ class DeviceMap:
                 made = views.empty(used.source.shape, used.source.dtype, site.stream, site.device)
                 reduced = between = self._hold(made)
             if wire_dtype is not None:
-                source = reduced = self._hold(views.contiguous_copy(used.source, site.stream, wire_dtype))
+                source = reduced = self._hold(site.copied(used.source, wire_dtype))
         return MapAddresses(source, used.destination_address, tuple(self._words), reduced, between)
 
     def _hold(self, array: Any) -> int:

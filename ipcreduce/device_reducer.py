@@ -63,7 +63,8 @@ class DeviceReducer:
         handle, owner = operands.stream_of(first, stream)
         recorded = recording is not None and recording.captures(handle)
         allocating = nullcontext if recorded else partial(self._session.allocating, handle)
-        return Site(handle, owner, backend.device.ordinal, recorded, allocating)
+        follow = partial(backend.order.precede, handle, recorded)
+        return Site(handle, owner, backend.device.ordinal, recorded, allocating, follow)
 
     def _end(self, backend: DeviceBackend, site: Site, used: DeviceCall) -> None:
         """Write the results through to the caller's arrays, and note that the call uses these."""

@@ -39,6 +39,7 @@ class IpcReduceError(RuntimeError):
 
     reach = Reach.OWN
     located = False  # locate() has been called
+    origin = 0  # the id of the sequence of calls that has raised it first; 0 for none
 
     def __init__(self, *args: object, reach: Reach | None = None) -> None:
         super().__init__(*(printable(one) if isinstance(one, str) else one for one in args))
@@ -47,6 +48,20 @@ class IpcReduceError(RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _copy, (type(self), self.args, vars(self))
+
+    def reach_in(self, origin: int) -> Reach:
+        """The ranks that it reaches in the sequence of calls of this id, which raises it.
+
+        A call can run code of the program, which can raise an error of another communicator: its peers are others.
+        """
+        self.origin = self.origin or origin
+        return self.reach if self.origin == origin else Reach.OWN
+
+    def again(self, origin: int) -> IpcReduceError:
+        """The same error, for a further call in the sequence of this id."""
+        error = type(self)(str(self))
+        error.origin = origin
+        return error
 
     def locate(self, rank: int, call: int) -> None:
         """Let the message begin with rank and call. Idempotent. Errors that reach all ranks are made with them."""

@@ -94,7 +94,7 @@ class Options:
         if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
             wrong = f"{where} is {shown(backend)}, which is unknown. {_advice_on(backend)}"
             backend = None
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        if not is_seconds(timeout) or timeout >= 1e9:
             wrong = f"timeout is {shown(timeout)}, which is no positive number of seconds. Pass how late a rank may be"
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong, memory)
@@ -104,6 +104,12 @@ def _advice_on(backend: Any) -> str:
     if isinstance(backend, str) and backend == "mpi":
         return "Choose host, as the backend of NumPy arrays is called: on one host they do not go over MPI"
     return f"Choose {', '.join(BACKENDS)}, or none for the best"
+
+
+def is_seconds(value: Any) -> bool:
+    """True for a positive number of Python's or NumPy's."""
+    kinds = int, float, np.integer, np.floating
+    return isinstance(value, kinds) and not isinstance(value, bool) and bool(value > 0)
 
 
 def _is_ordinal(value: Any) -> bool:

@@ -30,6 +30,7 @@ from .errors import (
 from .graphs.pools import Pools
 from .graphs.session import GraphSession
 from .interrupts import uninterrupted
+from .options import is_seconds
 from .page.fingerprint import Fingerprint
 from .ranks.exchange import Agreed
 from .texts import decoded, encoded, shown, text_of, with_limit
@@ -89,9 +90,9 @@ class Suspension:
         calls, backend = self._calls, self._backend
         limit = calls.timeout if timeout is None else timeout
         with reading("timeout", timeout):
-            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+            if not is_seconds(limit):
                 raise ArgumentError(f"timeout is {shown(timeout)}. Pass a positive number of seconds, or None")
-            seconds = min(limit, calls.timeout)
+            seconds = float(min(limit, calls.timeout))
         self._check_outside(_SUSPEND)
         if backend is None:
             calls.withdraw()

@@ -99,7 +99,7 @@ class DeviceNorm:
         array = self._arrays[name]
         self.held.append(array)
         if array.size and (not views.is_contiguous(array) or views.pointer(array) % alignment):
-            array = views.contiguous_copy(array, self._stream)
+            array = self._site.copied(array)
         return self._hold(array)
 
     def _write(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any], alignment: int) -> int:

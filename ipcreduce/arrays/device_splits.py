@@ -49,7 +49,7 @@ class DeviceSplit:
     def held(self) -> Iterator[Any]:
         """The arrays that a recording has to keep, copies among them."""
         for one in self._arrays:
-            yield from (one.source, one.destination, one.target)
+            yield from (one.splitting.source, one.source, one.destination, one.target)
 
     @property
     def written(self) -> Sequence[Written]:
@@ -103,12 +103,13 @@ class _Array:
         self._packed = packed and splitting.split.rows(splitting.whole, 1, splitting.call.n).rows > 1
         with site.allocating():
             if self._packed and not gathers:
+                site.follow()
                 joined = views.empty(self.source.shape, wire_dtype or self.source.dtype, site.stream, site.device)
                 for part, place in self._parts(joined, self.source):
                     views.copy_into(part, place, site.stream)
                 self.source = joined
             elif wire_dtype is not None or not views.is_contiguous(self.source):
-                self.source = views.contiguous_copy(self.source, site.stream, wire_dtype)
+                self.source = site.copied(self.source, wire_dtype)
             if self._collective.rooted:
                 self.destination = self.source
             elif wire_dtype is not None or not views.is_contiguous(self.target) or (self._packed and gathers):

@@ -124,7 +124,7 @@ class HostSplitArray:
     def finish(self) -> Any:
         """Copy results to where they belong. Returns what the call returns for this array."""
         for target, flat in self._copies:
-            if not np.may_share_memory(target, flat):
+            if flat.size and not np.may_share_memory(target, flat):
                 target[...] = flat.view(target.dtype).reshape(target.shape)
         if self._out is not None:
             return self._out

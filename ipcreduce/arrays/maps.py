@@ -8,7 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -221,6 +221,7 @@ class DeviceMap:
         _check_dtype(used.source.dtype.name if kind is None else kind)
         assert kind is not None
         operands: list[Operand] = []
+        self.held: list[Any] = [*used.held]
         self._words: list[int] = []  # by operand, the address of its array, or the bits of its number
         self._arrays: list[Any] = []  # the operands that kernels read: contiguous, and on the call's GPU
         for name, value in then.operands.items():
@@ -229,19 +230,18 @@ class DeviceMap:
                 operands.append(Operand(name, number.dtype.name, "scalar"))
                 self._words.append(int.from_bytes(number.tobytes(), "little"))
                 continue
-            view = _device_view(name, value, used, given.out is not None)
+            whole = view = _device_view(name, value, used, given.out is not None)
             operands.append(Operand(name, _element(name, view.dtype), _extent(name, view.shape, used.source.shape)))
             if not views.is_contiguous(view):
-                with site.allocating():
-                    view = views.contiguous_copy(view, site.stream)
+                view = site.copied(view)
             if views.pointer(view) % view.itemsize:
                 raise ArgumentError(
                     f"the address of the operand {name} is no multiple of its itemsize. Copy it to a new array first"
                 )
             self._arrays.append(view)
             self._words.append(views.pointer(view))
+            self.held += whole, view
         self._expression = Expression(then.expression, tuple(operands))
-        self._made: list[Any] = []
 
     @property
     def request(self) -> Request:
@@ -257,17 +257,15 @@ class DeviceMap:
         with site.allocating():
             if prepared.hands_on and any(views.overlap(one, used.destination) for one in self._arrays):
                 # The all-reduce must not overwrite operands that are read after it: its result goes into a new array.
-                self._made.append(views.empty(used.source.shape, used.source.dtype, site.stream, site.device))
-                reduced = between = views.pointer(self._made[0])
+                made = views.empty(used.source.shape, used.source.dtype, site.stream, site.device)
+                reduced = between = self._hold(made)
             if wire_dtype is not None:
-                self._made.append(views.contiguous_copy(used.source, site.stream, wire_dtype))
-                source = reduced = views.pointer(self._made[-1])
+                source = reduced = self._hold(site.copied(used.source, wire_dtype))
         return MapAddresses(source, used.destination_address, tuple(self._words), reduced, between)
 
-    @property
-    def held(self) -> Iterable[Any]:
-        """The arrays that a recording has to keep: operands and copies, too."""
-        return *self._used.held, *self._arrays, *self._made
+    def _hold(self, array: Any) -> int:
+        self.held.append(array)
+        return views.pointer(array)
 
 
 def _device_view(name: str, value: Any, used: DeviceOperands, written: bool) -> Any:

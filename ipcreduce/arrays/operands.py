@@ -28,6 +28,7 @@ class Site(NamedTuple):
     :ivar recorded: the call is captured in the open recording, and runs when its segment is launched. A recording
         cannot wait for work outside of it, so its stream does not wait for the work that produces the arrays.
     :ivar allocating: the context in which results and copies are allocated.
+    :ivar follow: lets the stream wait for the calls so far, as kernels do, for copies before these.
     """
 
     stream: Stream
@@ -35,6 +36,13 @@ class Site(NamedTuple):
     device: int
     recorded: bool
     allocating: Callable[[], AbstractContextManager[Any]]
+    follow: Callable[[], None]
+
+    def copied(self, array: Any, dtype: np.dtype[Any] | None = None) -> Any:
+        """A contiguous copy for kernels to read, of dtype ``dtype`` if one is given."""
+        self.follow()
+        with self.allocating():
+            return views.contiguous_copy(array, self.stream, dtype)
 
 
 class DeviceCall(Protocol):
@@ -153,8 +161,7 @@ class DeviceOperands:
             with allocating():
                 destination = views.empty(source.shape, source.dtype, stream, device)
         if copied:
-            with allocating():
-                source = views.contiguous_copy(source, stream)
+            source = site.copied(source)
         source_address, destination_address = views.pointer(source), views.pointer(destination)
         for address in (source_address, destination_address):
             if address & (source.itemsize - 1):
@@ -166,14 +173,13 @@ class DeviceOperands:
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """The arrays that a recording has to keep."""
-        return self.source, self.destination, self.target
+        """The arrays that a recording has to keep: the given one, too, of which ``source`` may be a copy."""
+        return self.given, self.source, self.destination, self.target
 
     def convert(self, dtype: np.dtype[Any] | None) -> None:
         """Copy the source to ``dtype``, and let the kernels work on that copy in place. None: leave it as it is."""
         if dtype is not None:
-            with self.site.allocating():
-                self.source = self.destination = views.contiguous_copy(self.source, self.site.stream, dtype)
+            self.source = self.destination = self.site.copied(self.source, dtype)
             self.source_address = self.destination_address = views.pointer(self.source)
 
 

@@ -188,7 +188,7 @@ def _from_interface(array: Any, stream: Stream, ordered: bool) -> Any:
     producer = interface.get("stream") if ordered else None
     if producer is not None and producer != stream and not (producer == 1 and stream == 0):
         streams.let_wait(stream, producer)
-    return _over(address, shape, dtype, strides, array, current_device() if not address else -1)
+    return _over(address, shape, dtype, strides, array, current_device() if not address or 0 in shape else -1)
 
 
 def _over(

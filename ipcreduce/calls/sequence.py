@@ -75,7 +75,7 @@ class CallSequence:
     def check_usable(self) -> None:
         """Check that calls can be made. :raises IpcReduceError: if the communicator is closed or lost."""
         if self.unusable is not None:
-            raise type(self.unusable)(str(self.unusable))
+            raise self.unusable.again(id(self))
 
     def enter(self, fingerprint: Fingerprint, stream: Stream) -> None:
         """Settle an earlier fault, then record this call and compare it with that of each rank that has come to it.
@@ -148,10 +148,10 @@ class CallSequence:
 
     def _fail(self, error: BaseException, foreign: bool) -> None:
         body = self.recording if self.recording is not None and self.recording.is_own else None
-        reach = error.reach if isinstance(error, IpcReduceError) else Reach.OWN
+        reach = error.reach_in(id(self)) if isinstance(error, IpcReduceError) else Reach.OWN
         if foreign and not (body and reach is Reach.CAPTURED):
             reach = Reach.OWN
-        if isinstance(error, PeerLostError) and not foreign:
+        if isinstance(error, PeerLostError) and reach is Reach.ALL:
             self.unusable = error
         elif self.unusable is None and reach is not Reach.ALL:
             if isinstance(error, IpcReduceError):

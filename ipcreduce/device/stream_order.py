@@ -265,10 +265,13 @@ class StreamOrder:
 
     def extend(self, stream: Stream) -> None:
         """Count the work put on ``stream`` since the last call as part of that call, wherever that was made."""
-        if self.last.busy == stream:
+        if self.last.state is ON_STREAM and self.last.stream == stream:
             return
         with using(self._context):
-            if streams.capture_id(stream):
+            capture = streams.capture_id(stream)
+            if capture:
+                if capture in self._captures:
+                    self._ended(self._captures[capture], False, stream)
                 return
             self.follow(stream)
             streams.record_event(self._end, stream)  # first: the guard of NCCL's calls reads the state without the lock
@@ -281,6 +284,17 @@ class StreamOrder:
         with using(self._context):
             if not streams.capture_id(stream) and not self._waits_for_last(stream):
                 self.wait_for_device()
+
+    def precede(self, stream: Stream, recorded: bool) -> None:
+        """Let what a call puts before its kernels, a copy of its input, follow the last call. See :meth:`launch`."""
+        with using(self._context):
+            capture = streams.capture_id(stream)
+            if capture:
+                self._follow_captured(capture, stream, recorded)
+                return
+            if self.shared and self._replayed is not None:
+                streams.wait_event(stream, self._replayed)
+            self.follow(stream)
 
     def wait_for_device(self) -> None:
         """Wait until nothing runs on the GPU in this context, also where a stream can be neither recorded nor asked."""

@@ -433,6 +433,8 @@ def interfaces(comm: Any) -> None:
     right(result.astype(np.float32))
     pointer = array.__cuda_array_interface__["data"][0]
     refused(comm, lambda: comm.allreduce(array, out=Exported(array, data=(pointer, True))), "read-only")
+    behind = Exported(array[:0], data=(pointer + array.nbytes, False))  # where no memory may be, or another GPU's
+    assert comm.allreduce(behind).shape == (0,)
     transposed = cupy.arange(12, dtype=np.float32).reshape(3, 4).T
     result = comm.allreduce(Exported(transposed))
     comm.synchronize()

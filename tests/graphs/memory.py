@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ipcreduce import Graph, GraphRunner, PeerFailedError, eager_break, forward_context
+from ipcreduce import Graph, GraphRunner, Map, PeerFailedError, eager_break, forward_context
 from tests.graphs.common import (
     HUGE,
     LAST,
@@ -249,6 +249,28 @@ def arrays_are_held(comm: Any) -> None:
     comm.synchronize()
 
 
+def strided_arrays_are_held(comm: Any) -> None:
+    """A graph keeps arrays that its kernels read as copies, which each replay makes anew."""
+    flat = mine(4000)
+    for call, expected in (
+        (comm.allreduce, TOTAL),
+        (lambda x: comm.allreduce([x])[0], TOTAL),
+        (comm.reduce_scatter, TOTAL),
+        (lambda x: comm.allgather(x)[-1], LAST + 1),
+        (lambda x: comm.allgather([x])[0][-1], LAST + 1),
+        (lambda x: comm.allreduce(x, then=Map("v + 1")), TOTAL + 1),
+        (lambda x: comm.allreduce(flat, then=Map("v * 0 + a", a=x.T.reshape(-1)[:8000:2])), RANK + 1),
+    ):
+        strided = [cupy.full((4 * SIZE, 2400), RANK + 1, np.float32).T]
+        with Graph(comm) as graph:
+            with graph.record():
+                result = call(strided.pop())
+            canaries = Canaries(*[38_400 * SIZE] * 6)
+            graph.replay()
+            right(result, expected)
+            canaries.intact()
+
+
 def many(comm: Any) -> None:
     """Many graphs recorded and closed: everything is back."""
     source = mine(2000)
@@ -271,5 +293,5 @@ def many(comm: Any) -> None:
 
 SCENARIOS = [
     freed_in_the_body, collected_in_the_body, collected_at_any_time, out_of_memory, outputs_outlive,
-    results_of_runners_outlive, pool_used_again, arrays_are_held, many,
+    results_of_runners_outlive, pool_used_again, arrays_are_held, strided_arrays_are_held, many,
 ]  # fmt: skip

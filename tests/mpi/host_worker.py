@@ -231,6 +231,11 @@ def splits(comm: Communicator) -> None:
         rule(HostModule, comm)
     lengths = (37, 3_000, 200_000)  # small messages, those of one chunk, and those of several
     split_rules.parts_have_the_bits_of_allreduce(HostModule, comm, lengths)
+    for dtype in map(np.dtype, ("V0", [], "V3", ">f4", "M8[s]", [("a", "i1"), ("b", "f8")])):  # some without a byte
+        ranks = [np.ndarray((2, 3), dtype, bytes(range(rank, rank + 6 * dtype.itemsize))) for rank in range(SIZE)]
+        for axis in (0, 1, 0):
+            found, due = comm.allgather(ranks[RANK], axis=axis), np.concatenate(ranks, axis, dtype=dtype)
+            assert (found.dtype, found.shape, found.tobytes()) == (dtype, due.shape, due.tobytes()), (dtype, axis)
 
 
 def known_splits(comm: Communicator) -> None:

@@ -13,6 +13,7 @@ def test_order_of_calls(hold: Hold) -> None:
         "threads_after_a_fault",
         "called_within_synchronize",
         "overtakes_nothing",
+        "copies_overtake_nothing",
         "per_thread_default_streams",
         "copied_out_on_a_raw_stream",
         "called_as_a_recording_ends",

@@ -550,6 +550,20 @@ def test_an_error_of_another_communicator_is_told(ranks: list[Rank], kind: type[
     assert len({*together(ranks)}) == 1, "the communicator works again"
 
 
+@pytest.mark.parametrize("kind", [PeerFailedError, PeerTimeoutError, RankMismatchError, PeerLostError])
+def test_an_error_of_another_communicator_within_a_call_is_told(ranks: list[Rank], kind: type[IpcReduceError]):
+    """One that the host function of a Map raises, say, or a signal's handler; also of one that is lost by then."""
+    together(ranks)
+    other = make_ranks(2)[0]
+    error = other.refuse(kind("rank 3, call 7: of another one"))
+    for one in [error, *([raised_by(other, kind)] if kind is PeerLostError else [])]:
+        assert ranks[0].refuse(one) is one
+        assert str(one) == "rank 3, call 7: of another one", "it passes unchanged"
+        for rank in ranks[1:]:
+            raised_by(rank, PeerFailedError, rf"rank 0 raised an error \({kind.__name__}: rank 3, call 7: of another")
+        assert len({*together(ranks)}) == 1, "the communicator works again"
+
+
 def test_an_interrupt_at_the_end_of_a_call_leaves_the_lock_free(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
     calls = ranks[0].calls
 

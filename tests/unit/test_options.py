@@ -166,3 +166,11 @@ def test_mpi_is_no_backend(monkeypatch: pytest.MonkeyPatch, variable: bool):
         f"{where} is 'mpi', which is unknown. Choose host, as the backend of NumPy arrays is called: on one host they "
         "do not go over MPI"
     )
+
+
+def test_seconds_are_a_number_of_python_or_numpy():
+    for fine in (5, 5.0, np.int64(5), np.float32(5), np.float64(5)):
+        found = options.Options.of(None, fine, None)
+        assert (found.wrong, found.timeout, type(found.timeout)) == (None, 5.0, float)
+    for wrong in (0, -1, True, np.True_, np.float32("nan"), np.int64(0), 10**400, "5", None, np.ones(2)):
+        assert "which is no positive number of seconds" in str(options.Options.of(None, wrong, None).wrong)

@@ -126,7 +126,7 @@ def idempotent() -> None:
         comm.resume()
         works(comm)
         fault(comm)  # the next call settles it
-        comm.suspend()
+        comm.suspend(timeout=np.float32(60))  # type: ignore[arg-type]
         comm.resume()
         works(comm)
         comm.suspend()

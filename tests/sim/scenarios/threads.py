@@ -16,7 +16,7 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph, errors
+from ipcreduce import Communicator, Graph, Map, errors
 from ipcreduce.arrays import views
 from ipcreduce.calls import request
 from ipcreduce.cuda import cupy_runtime
@@ -29,6 +29,8 @@ from tests.sim.scenarios.common import (
     LAST,
     OWN,
     RANK,
+    SIZE,
+    TOTAL,
     WORLD,
     delay,
     error_of,
@@ -477,6 +479,81 @@ def _overtake(one: Any, two: Any, sources: list[Any], results: list[Any]) -> Non
             right(results[1], 10)
 
 
+def copies_overtake_nothing() -> None:
+    """What a call copies before its kernels, from an array with gaps, and after them, is in the order of calls, too."""
+    for backend in ("ipc", "nccl"):
+        with Communicator(backend=backend) as comm:
+            _copies_before_kernels(comm)
+            for recorded in (False, True):
+                for before in (True, False):
+                    _copies_in_a_capture(comm, recorded, before)
+            _copies_behind_a_graph(comm)
+
+
+def _copies_before_kernels(comm: Communicator) -> None:
+    """The call before begins only once this one waits, or is over."""
+    one, two = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    source, weight = mine(2000), cupy.ones(10, np.float32)
+    for call, due in (
+        (lambda x: comm.allreduce(x[:, 0]), TOTAL * SIZE),
+        (lambda x: comm.allreduce([x[:, 0]])[0], TOTAL * SIZE),
+        (lambda x: comm.allgather(x[:, 0]), TOTAL),
+        (lambda x: comm.reduce_scatter(x[:, 0], sizes=[100, *[0] * (SIZE - 1)]), TOTAL * SIZE),
+        (lambda x: comm.allreduce(source[:100], then=Map("v * 0 + a", a=x[:, 0])), TOTAL),
+        (lambda x: comm.allreduce_rmsnorm(x[:, :10], weight)[1], TOTAL * SIZE),
+    ):
+        result = cupy.zeros((100, 20), np.float32)
+        call(result)  # loads the kernels
+        comm.synchronize()
+        machine_streams.submit(one.ptr, partial(until, machine_streams.find(two.ptr).waits_or_ends()))
+        with one:
+            comm.allreduce(source, out=result.reshape(-1))
+        with two:
+            found = call(result)
+        comm.synchronize()
+        assert (cupy.asnumpy(found) == due).all(), cupy.asnumpy(found)
+
+
+def _copies_in_a_capture(comm: Communicator, recorded: bool, before: bool) -> None:
+    """Two calls on two streams of one graph, whose nodes run in any order that its edges allow."""
+    main, side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    source = mine()
+    comm.allreduce(source)
+    for _ in range(6):
+        result = cupy.zeros(2000, np.float32)[::2]
+        cupy.cuda.Device(OWN).synchronize()
+        with Graph(comm) if recorded else main as graph:
+            with graph.record() if recorded else contextlib.nullcontext():
+                stream = cupy.cuda.get_current_stream()
+                if not recorded:
+                    main.begin_capture()
+                side.wait_event(stream.record())
+                first = comm.allreduce(source, out=None if before else result)
+                with side:
+                    found = comm.allreduce(first[::2] if before else result)
+                stream.wait_event(side.record())
+                if not recorded:
+                    main.end_capture().launch(main)
+            comm.synchronize()
+            right(found, SIZE)
+
+
+def _copies_behind_a_graph(comm: Communicator) -> None:
+    one, two = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    source, result = mine(2000), cupy.zeros(2000, np.float32)
+    cupy.cuda.Device(OWN).synchronize()
+    with one:
+        one.begin_capture()
+        comm.allreduce(source, out=result)
+        graph = one.end_capture()
+    machine_streams.submit(one.ptr, partial(until, machine_streams.find(two.ptr).waits_or_ends()))
+    graph.launch(one)
+    with two:
+        found = comm.allreduce(result[::2])
+    comm.synchronize()
+    right(found, SIZE)
+
+
 def called_within_synchronize() -> None:
     """By a signal handler: the call is not forgotten by that wait. Within a call, nobody may wait for calls."""
     with Communicator() as comm:
@@ -503,7 +580,7 @@ def called_within_synchronize() -> None:
 
 
 SCENARIOS = [
-    called_within_synchronize, overtakes_nothing,
+    called_within_synchronize, overtakes_nothing, copies_overtake_nothing,
     threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends,
     called_during_a_recording, finaliser_within_a_call, closed_within_its_registration, given_back_in_several_threads,
     given_back_while_a_step_waits, alone, memory_is_short, unknown_is_no_end, what_the_driver_is_asked,

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from itertools import count
 from typing import Any
 
 from .texts import kind_of, printable, text_of
 
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
+new_origin = count(1).__next__  # gives each sequence of calls its number; an id may be that of a dead one
 PUBLISHED = False  # True once a package index has this package. Until then pip installs it from a clone
 
 
@@ -39,7 +41,7 @@ class IpcReduceError(RuntimeError):
 
     reach = Reach.OWN
     located = False  # locate() has been called
-    origin = 0  # the id of the sequence of calls that has raised it first; 0 for none
+    origin = 0  # the number of the sequence of calls that has raised it first; 0 for none
 
     def __init__(self, *args: object, reach: Reach | None = None) -> None:
         super().__init__(*(printable(one) if isinstance(one, str) else one for one in args))
@@ -50,7 +52,7 @@ class IpcReduceError(RuntimeError):
         return _copy, (type(self), self.args, vars(self))
 
     def reach_in(self, origin: int) -> Reach:
-        """The ranks that it reaches in the sequence of calls of this id, which raises it.
+        """The ranks that it reaches in the sequence of calls of this number, which raises it.
 
         A call can run code of the program, which can raise an error of another communicator: its peers are others.
         """
@@ -58,7 +60,7 @@ class IpcReduceError(RuntimeError):
         return self.reach if self.origin == origin else Reach.OWN
 
     def again(self, origin: int) -> IpcReduceError:
-        """The same error, for a further call in the sequence of this id."""
+        """The same error, for a further call in the sequence of this number."""
         error = type(self)(str(self))
         error.origin = origin
         return error

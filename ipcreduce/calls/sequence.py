@@ -17,6 +17,7 @@ from ..errors import (
     PeerLostError,
     RankMismatchError,
     Reach,
+    new_origin,
     report,
 )
 from ..originals import RLock
@@ -45,7 +46,7 @@ class CallSequence:
     """
 
     def __init__(self, page: Page, timeout: float, backends: Sequence[Backend]) -> None:
-        self.rank, self.timeout = page.rank, timeout
+        self.rank, self.timeout, self._origin = page.rank, timeout, new_origin()
         self.number = 0  # of the last attempt, refused ones included
         self.raised = False  # this rank's program has got the error behind the abort word
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
@@ -53,8 +54,7 @@ class CallSequence:
         self.lock = RLock()
         self.within = False  # this and the next: see call_lock.py
         self.nested: list[partial[Any]] = []
-        self._noted = 0  # see faults.note
-        self._meetings = 0
+        self._noted = self._meetings = 0  # see faults.note(); and how often the ranks have met
         self._right = RightCalls()
         self._take(page, backends)
 
@@ -75,7 +75,7 @@ class CallSequence:
     def check_usable(self) -> None:
         """Check that calls can be made. :raises IpcReduceError: if the communicator is closed or lost."""
         if self.unusable is not None:
-            raise self.unusable.again(id(self))
+            raise self.unusable.again(self._origin)
 
     def enter(self, fingerprint: Fingerprint, stream: Stream) -> None:
         """Settle an earlier fault, then record this call and compare it with that of each rank that has come to it.
@@ -148,7 +148,7 @@ class CallSequence:
 
     def _fail(self, error: BaseException, foreign: bool) -> None:
         body = self.recording if self.recording is not None and self.recording.is_own else None
-        reach = error.reach_in(id(self)) if isinstance(error, IpcReduceError) else Reach.OWN
+        reach = error.reach_in(self._origin) if isinstance(error, IpcReduceError) else Reach.OWN
         if foreign and not (body and reach is Reach.CAPTURED):
             reach = Reach.OWN
         if isinstance(error, PeerLostError) and reach is Reach.ALL:

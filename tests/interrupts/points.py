@@ -57,6 +57,7 @@ class Points:
 
     def run(self, act: Callable[[], Any]) -> Any:
         """``act()``, watched."""
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of no opcode if this was never set before settrace()
         sys.settrace(self._enter)
         try:
             return act()

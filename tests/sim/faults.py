@@ -359,7 +359,7 @@ FAULTS = [
         "bulk.cu",
         "  if (!stages.alive) return;\n",
         "  if (!stages.alive) return;\n  if (orders) send_flags(args, exit, flag_row, block_in_grid());\n",
-        (TSAN,),
+        (TSAN, "value"),
         [BULK],
         also=("bulk.cu", "    send_flags(args, exit, flag_row, block_in_grid());\n    wait", "    wait"),
     ),

@@ -304,6 +304,7 @@ def test_a_finaliser_comes_to_a_fence_within_another_one():
         return trace
 
     def fenced() -> None:
+        sys._getframe().f_trace_opcodes = True  # see tests/interrupts/points.py
         sys.settrace(trace)
         records.fence()
         sys.settrace(None)

@@ -68,7 +68,11 @@ class MpiReducer:
 
     def _broadcast(self, one: SplitParts, _: list[Array], targets: list[Array], wait: Wait) -> None:
         assert one.root is not None
-        wait(Begun(self._mpi, "Ibcast", targets[one.root], one.root))
+        target = targets[one.root]
+        received = target if self._ranks.rank == one.root else np.empty_like(target)  # if this is given up, MPI may
+        wait(Begun(self._mpi, "Ibcast", received, one.root))  # write there later, when the target is used anew
+        if received is not target:
+            target[:] = received
 
     def _gather(self, _: SplitParts, sources: list[Array], targets: list[Array], wait: Wait) -> None:
         counts = [target.size for target in targets]

@@ -113,3 +113,15 @@ def test_no_buffer_is_freed_into_which_mpi_may_write(name: str, monkeypatch: pyt
         make(mpi.MpiRanks(world))
     gc.collect()
     assert not world.freed
+
+
+def test_what_comes_after_a_broadcast_was_given_up_is_written_to_no_array_of_the_program():
+    arrays = []
+    for root in (0, 1):
+        given: list[Any] = []
+        world = World()
+        world.Ibcast = lambda array, root, given=given: (given.append(array), Request((), 2))[1]
+        array = np.ones(8, np.uint8)
+        MpiReducer(mpi.MpiRanks(world), 100.0).split(SplitParts.of_root(array, root, 0, 2), 1, lambda: None)
+        arrays.append([np.shares_memory(array, one) for one in given])
+    assert arrays == [[True], [False]]

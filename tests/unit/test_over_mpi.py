@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,12 @@ from tests.shared import clock as clock_of_tests
 class Request:
     """It ends at a look. ``given``: the arguments, of which mpi4py's request keeps the buffers."""
 
-    def __init__(self, given: Any, looks: float) -> None:
-        self.given, self.looks = given, looks
+    def __init__(self, world: World, name: str, *given: Any) -> None:
+        self.given, self.looks = given, world.looks
+        if name == "Iallgather":
+            given[1].reshape(-1)[:] = np.tile(given[0].reshape(-1), 2)
+        world.begun.append(name)
+        weakref.finalize(self, world.note, name, vars(self))
 
     def Test(self) -> bool:
         self.looks -= 1
@@ -48,18 +53,10 @@ class World:
     def Get_size(self) -> int:
         return 2
 
-    def __getattr__(self, name: str) -> Callable[..., Request]:
-        def begin(*given: Any) -> Request:
-            if name == "Iallgather":
-                given[1].reshape(-1)[:] = np.tile(given[0].reshape(-1), 2)
-            request = Request(given, self.looks)
-            self.begun.append(name)
-            weakref.finalize(request, self._note, name, vars(request))
-            return request
+    def __getattr__(self, name: str) -> Any:
+        return partial(Request, self, name)  # no function of Python's, as none of mpi4py's is
 
-        return begin
-
-    def _note(self, name: str, state: dict[str, Any]) -> None:
+    def note(self, name: str, state: dict[str, Any]) -> None:
         if state["looks"] > 0:
             self.freed.append(name)
 
@@ -120,7 +117,7 @@ def test_what_comes_after_a_broadcast_was_given_up_is_written_to_no_array_of_the
     for root in (0, 1):
         given: list[Any] = []
         world = World()
-        world.Ibcast = lambda array, root, given=given: (given.append(array), Request((), 2))[1]
+        world.Ibcast = lambda array, root, given=given: (given.append(array), Request(World(), "Ibcast"))[1]
         array = np.ones(8, np.uint8)
         MpiReducer(mpi.MpiRanks(world), 100.0).split(SplitParts.of_root(array, root, 0, 2), 1, lambda: None)
         arrays.append([np.shares_memory(array, one) for one in given])

@@ -86,8 +86,6 @@ class HostSplitArray:
             raise ArgumentError(f"array is a number, and {collective.name} takes arrays. Pass numpy.asarray(it)")
         if view.dtype.hasobject:
             raise ArgumentError(f"dtype {view.dtype} is of Python objects, which lie in one process. Pass numbers")
-        if not view.dtype.itemsize:
-            raise ArgumentError(f"the elements of dtype {view.dtype} have no bytes. Pass numbers")
         self.splitting = Splitting.of(call, split, view, dtype)
         source = self.source = self.splitting.source
         self.op, self.member = self.splitting.compared()

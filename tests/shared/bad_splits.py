@@ -206,9 +206,6 @@ def bad_arrays() -> Iterator[Row]:
         yield Row(f"{name}: stream", call, ("stream is a str, which is no stream",))
         call = lambda m, c, make=make: getattr(c, make)(np.array([[]] * N, object))  # noqa: E731
         yield Row(f"{name}: objects", call, ("dtype object is of Python objects",), on="host")
-        for dtype in ("V0", []):  # a struct without fields, too
-            call = lambda m, c, make=make, dtype=dtype: getattr(c, make)(np.zeros(6 * N, dtype))  # noqa: E731
-            yield Row(f"{name}: {dtype}", call, ("the elements of dtype ", " have no bytes. Pass numbers"), on="host")
     yield Row("reduce-scatter: op", lambda m, c: scatter(m, c, "mode"), ("there is no op 'mode'",))
     for op, dtype, word in (
         ("prod", "F", "complex64 has no"),

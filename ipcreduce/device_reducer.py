@@ -51,10 +51,15 @@ class DeviceReducer:
             prepared = self._session.note(prepared, *used.held)
         else:
             self._calls.enter(prepared.fingerprint, site.stream)
-        backend.run(partial(prepared.start, addresses), site.stream, site.owner, recorded=site.recorded)
-        if backend.launch_cache is not None and not site.recorded:
-            backend.launch_cache.insert_form(given, used.result, prepared)
-        self._end(backend, site, used)
+        try:
+            backend.run(partial(prepared.start, addresses), site.stream, site.owner, recorded=site.recorded)
+            if backend.launch_cache is not None and not site.recorded:
+                backend.launch_cache.insert_form(given, used.result, prepared)
+            self._end(backend, site, used)
+        finally:  # behind an error, too, as what is launched by then uses them
+            if not site.recorded and not all(map(views.is_cupy, used.given)):
+                with using(backend.context):
+                    operands.note_uses(used.given, site.stream, site.owner)  # a new result is of that stream
         return used.result
 
     def _site(self, backend: DeviceBackend, first: Any, stream: Any) -> Site:
@@ -67,16 +72,13 @@ class DeviceReducer:
         return Site(handle, owner, backend.device.ordinal, recorded, allocating, follow)
 
     def _end(self, backend: DeviceBackend, site: Site, used: DeviceCall) -> None:
-        """Write the results through to the caller's arrays, and note that the call uses these."""
-        stream, given = site.stream, used.given
+        """Write the results through to the caller's arrays."""
+        stream = site.stream
         copied = [one for one in used.written if one.destination is not one.target]
         for one in copied:
             views.copy_into(one.target, one.destination, stream)
         if copied:
             backend.order.extend(stream)
-        if not site.recorded and not all(map(views.is_cupy, given)):
-            with using(backend.context):
-                operands.note_uses(given, stream, site.owner)  # a new result is of that stream
         if site.recorded:
             self._calls.withdraw()  # recorded, not executed: launching its segment counts as the call
         elif self._sync and not backend.is_capturing(stream):

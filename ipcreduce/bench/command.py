@@ -182,7 +182,7 @@ class _Bench:
         self._peers, self._left_out = contenders.find(options.peers, mpi, self._on_host, others)
 
     def measure(self) -> dict[str, Any]:
-        """Measure every size. :raises IpcReduceError: on every rank, if a result is wrong."""
+        """Measure every size. :raises IpcReduceError: on every rank, if a result is wrong, or memory is short."""
         comm, options, mpi = self._comm, self._options, self._mpi
         result: dict[str, Any] = report.header(["-m", "ipcreduce", *sys.argv[1:]])
         result |= {"left_out": self._left_out, "rows": []}
@@ -191,7 +191,9 @@ class _Bench:
             result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps} if limit else {}
             bound = limit.microseconds if limit else partial(copy_microseconds, comm, mpi, options.replays)
             for nbytes in report.progress(options.sizes, mpi):
-                message = self._message(nbytes)
+                message, reason = contenders.attempt(partial(self._message, nbytes), mpi)
+                if reason:
+                    raise IpcReduceError(f"there is no room for {report.size_text(nbytes)} ({reason})")
                 self._check(message)
                 for mode in options.mode:
                     row = self._row(message, mode)

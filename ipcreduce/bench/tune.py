@@ -23,7 +23,7 @@ from ..errors import UnsupportedError
 from ..ipc import plan, tuning
 from ..ipc.backend import IpcBackend
 from . import output, report, tune_norms
-from .arguments import count, size, sizes
+from .arguments import count, size, sizes, why_not_writable
 from .data import Message
 from .limit import our_backend
 
@@ -57,16 +57,23 @@ def main(options: argparse.Namespace) -> None:
         backend = our_backend(comm, "tune")
         if backend.launches.gpus.sharing > 1:  # their kernels would take turns, and distort the times
             raise UnsupportedError(f"tune needs a GPU for each rank. Start fewer ranks.\n{comm.describe()}")
-        mpi = MPI.COMM_WORLD
+        mpi, gpu = MPI.COMM_WORLD, backend.device.name
+        if not options.dry_run:  # before it takes minutes
+            output.on_rank_0(partial(_check_kept, gpu, comm.size), mpi)
         messages = _measure(comm, backend, options, mpi)
         tables = tuning.Tables(messages, tune_norms.measure(comm, backend, options.hidden, options.replays, mpi))
-        gpu = backend.device.name
         if not options.dry_run:  # stored before it is printed, because it has taken minutes
             output.on_rank_0(partial(tuning.save, gpu, comm.size, tables), mpi, "the table")
-        output.on_rank_0(partial(_show, tables, "" if options.dry_run else f"{tuning.path_of(gpu, comm.size)}"), mpi)
+        output.on_rank_0(partial(_show, tables, None if options.dry_run else (gpu, comm.size)), mpi)
 
 
-def _show(tables: tuning.Tables, path: str) -> None:
+def _check_kept(gpu: str, n: int) -> None:
+    """:raises UnsupportedError: if the tables cannot be stored."""
+    if reason := why_not_writable(tuning.path_of(gpu, n)):
+        raise UnsupportedError(f"the table cannot be stored ({reason}). Set IPCREDUCE_CACHE_DIR, or add --dry-run")
+
+
+def _show(tables: tuning.Tables, kept: tuple[str, int] | None) -> None:
     for choice in tables.messages:
         print(
             f"up to {report.size_text(choice.up_to):>7}: {choice.algorithm}, blocks of {choice.block}, at most "
@@ -74,8 +81,8 @@ def _show(tables: tuning.Tables, path: str) -> None:
         )
     for norm in tables.norms:
         print(f"hidden {norm.hidden}, up to {norm.up_to:>4} rows: {norm.algorithm}, blocks for a row: {norm.cluster}")
-    if path:
-        print(f"kept in {path}")
+    if kept:
+        print(f"kept in {tuning.path_of(*kept)}")
 
 
 def _measure(comm: Communicator, backend: IpcBackend, options: argparse.Namespace, mpi: Any) -> plan.Table:

@@ -16,7 +16,7 @@ from .. import clock
 from ..calls.request import BROADCAST, GATHER, SCATTER
 from ..dtypes import reduce
 from ..ranks import exchange
-from ..ranks.mpi import MpiRanks
+from ..ranks.mpi import Begun, MpiRanks
 from .shared import split_alone
 
 if TYPE_CHECKING:
@@ -68,12 +68,16 @@ class MpiReducer:
 
     def _broadcast(self, one: SplitParts, _: list[Array], targets: list[Array], wait: Wait) -> None:
         assert one.root is not None
-        wait(self._mpi.Ibcast(targets[one.root], one.root))
+        target = targets[one.root]
+        received = target if self._ranks.rank == one.root else np.empty_like(target)  # if this is given up, MPI may
+        wait(Begun(self._mpi, "Ibcast", received, one.root))  # write there later, when the target is used anew
+        if received is not target:
+            target[:] = received
 
     def _gather(self, _: SplitParts, sources: list[Array], targets: list[Array], wait: Wait) -> None:
         counts = [target.size for target in targets]
         received = np.empty(sum(counts), np.uint8)
-        wait(self._mpi.Iallgatherv(sources[0], [received, _places(counts)]))
+        wait(Begun(self._mpi, "Iallgatherv", sources[0], [received, _places(counts)]))
         for target, part in zip(targets, np.split(received, np.cumsum(counts)[:-1]), strict=True):
             target[:] = part
 
@@ -82,7 +86,8 @@ class MpiReducer:
         received = np.empty((n, target.size), target.dtype)
         counts, own = [source.nbytes for source in sources], [target.nbytes] * n
         sent = np.concatenate(sources).view(np.uint8)
-        wait(self._mpi.Ialltoallv([sent, _places(counts)], [received.reshape(-1).view(np.uint8), _places(own)]))
+        room = received.reshape(-1).view(np.uint8)
+        wait(Begun(self._mpi, "Ialltoallv", [sent, _places(counts)], [room, _places(own)]))
         reduce([*received], one.op, target)
 
     _WAYS: ClassVar = {GATHER: _gather, SCATTER: _scatter, BROADCAST: _broadcast}
@@ -95,7 +100,7 @@ class MpiReducer:
 
     def _one_shot(self, flat: Array, op: str, wait: Wait) -> Array:
         parts = np.empty((self._ranks.size, flat.size), flat.dtype)
-        wait(self._mpi.Iallgather(flat.view(np.uint8), parts.view(np.uint8)))
+        wait(Begun(self._mpi, "Iallgather", flat.view(np.uint8), parts.view(np.uint8)))
         return reduce(list(parts), op)
 
     def _two_shot(self, flat: Array, op: str, wait: Wait) -> Array:
@@ -103,9 +108,9 @@ class MpiReducer:
         padded = np.zeros((n, -(-flat.size // n)), flat.dtype)
         padded.reshape(-1)[: flat.size] = flat
         parts = np.empty_like(padded)
-        wait(self._mpi.Ialltoall(padded.view(np.uint8), parts.view(np.uint8)))
+        wait(Begun(self._mpi, "Ialltoall", padded.view(np.uint8), parts.view(np.uint8)))
         reduced = reduce(list(parts), op)
-        wait(self._mpi.Iallgather(reduced.view(np.uint8), parts.view(np.uint8)))
+        wait(Begun(self._mpi, "Iallgather", reduced.view(np.uint8), parts.view(np.uint8)))
         return parts.reshape(-1)[: flat.size]
 
 

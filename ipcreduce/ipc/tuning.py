@@ -72,7 +72,7 @@ def load(gpu: str, n: int, warn: Callable[[str], None]) -> Tables:
         return Tables(messages, norm_plan.checked_table(norms))
     except FileNotFoundError:
         return Tables()
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         warn(f"the table {path} cannot be used ({error}). Tune again, or remove it")
         return Tables()
 

@@ -7,7 +7,6 @@ NCCL's errors. It posts a timeout when calls do not end in time. The watchdog ca
 
 from __future__ import annotations
 
-import logging
 import weakref
 from contextlib import suppress
 from functools import partial
@@ -17,11 +16,11 @@ from ..cuda import streams
 from ..cuda.contexts import using_relaxed
 from ..device.stream_order import StreamOrder
 from ..errors import CudaError
+from ..logs import ERROR, log
 from ..originals import Thread, queue
 from ..page.control_page import REFUSED, Page
 from .comm import NcclCommunicator
 
-_log = logging.getLogger("ipcreduce")
 _TICK_SECONDS = 0.05
 # How long a call may still run after the abort word. A call that all ranks have made ends by itself. An abort would
 # cost a new communicator, and recorded graphs would have to be recorded again.
@@ -145,5 +144,5 @@ def _run(guard: weakref.ref[Guard], stopped: queue.SimpleQueue[None]) -> None:
         try:
             alive.look()
         except Exception:  # the thread goes on, because without it a wait could last for ever
-            _log.exception("the guard of a NCCL communicator has failed in a turn")
+            log(ERROR, "the guard of a NCCL communicator has failed in a turn", trace=True)
         del alive

@@ -158,7 +158,6 @@ class Ranks(Channel, Protocol):
 
 LATE = "Look for a rank that has not made its Communicator, then make it again on every rank."
 _STOPPED = "Look for a rank that waits elsewhere or has stopped, and close the communicator."
-_abandoned: list[Any] = []  # requests that did not end in time, with their buffers, into which MPI may still write
 
 
 def complete(
@@ -178,22 +177,18 @@ def complete(
     :param interrupt: called between polls; it may raise.
     :raises PeerTimeoutError: when the deadline has passed. The request stays pending, so its communicator is lost.
     """
-    try:
-        pause = 0.0
-        while not request.Test():
-            now = clock.now()
-            if now > deadline:
-                raise PeerTimeoutError(
-                    report(ranks.rank, call, f"not all {ranks.size} ranks came to {what}: {ranks.silence}", advice)
-                )
-            if interrupt is not None:
-                interrupt()
-            if pause:
-                time.sleep(pause)
-            pause = min(1e-3, pause + 1e-6)  # polls often at first, and rarely later
-    except BaseException:
-        _abandoned.append(request)
-        raise
+    pause = 0.0
+    while not request.Test():
+        now = clock.now()
+        if now > deadline:
+            raise PeerTimeoutError(
+                report(ranks.rank, call, f"not all {ranks.size} ranks came to {what}: {ranks.silence}", advice)
+            )
+        if interrupt is not None:
+            interrupt()
+        if pause:
+            time.sleep(pause)
+        pause = min(1e-3, pause + 1e-6)  # polls often at first, and rarely later
 
 
 def allgather(

@@ -63,6 +63,28 @@ def require() -> Any:
     return MPI
 
 
+class Begun(list[Any]):
+    """A request of MPI, kept with its buffers until it has ended, as MPI may write to them until then.
+
+    An interrupt right behind a function of MPI would lose the request that this returns. So C calls it, and stores it.
+    """
+
+    def __init__(self, mpi: Any, name: str, *given: Any) -> None:
+        """Begin ``mpi.name(*given)``."""
+        _open[id(self)] = self
+        self.extend(map(methodcaller(name, *given), [mpi]))
+
+    def Test(self) -> bool:
+        """True once it has ended."""
+        has_ended = bool(self[0].Test())
+        if has_ended:
+            _open.pop(id(self), None)
+        return has_ended
+
+
+_open: dict[int, Begun] = {}  # those that have not ended, by id
+
+
 class MpiRanks:
     """The ranks of one mpi4py communicator. See :class:`exchange.Ranks`.
 
@@ -97,7 +119,7 @@ class MpiRanks:
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
         """Begin to collect every rank's ``sent``. Collective. :raises UnsupportedError: if MPI is finalised."""
         check_runs()
-        return self.mpi.Iallgather(sent, received)
+        return Begun(self.mpi, "Iallgather", sent, received)
 
     def join(self, timeout: float) -> MpiRanks:
         """The same ranks on a duplicate of the communicator. Collective.

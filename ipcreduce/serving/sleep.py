@@ -10,7 +10,6 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import UnsupportedError
@@ -56,26 +55,25 @@ def _wrap(kind: type, sleep: str, wake_up: str) -> None:
     @functools.wraps(fall_asleep)
     def asleep(*given: Any, **named: Any) -> Any:
         result = fall_asleep(*given, **named)
-        _each(lambda reducer: reducer.suspend())
+        for reducer in _living():
+            try:
+                reducer.suspend()
+            except UnsupportedError as error:
+                _warn(f"ipcreduce's memory stays while the server sleeps: {error}")
         return result
 
     @functools.wraps(wake)
     def awake(*given: Any, **named: Any) -> Any:
-        _each(lambda reducer: reducer.resume())
+        for reducer in _living():
+            reducer.resume()  # an error goes to the server, which may wake up again: without memory no call works
         return wake(*given, **named)
 
     setattr(kind, sleep, asleep)
     setattr(kind, wake_up, awake)
 
 
-def _each(do: Callable[[Reducer], None]) -> None:
-    for one in _reducers:
-        reducer = one()
-        if reducer is not None:
-            try:
-                do(reducer)
-            except UnsupportedError as error:
-                _warn(f"ipcreduce's memory stays while the server sleeps: {error}")
+def _living() -> list[Reducer]:
+    return [reducer for one in _reducers if (reducer := one()) is not None]
 
 
 def _warn(text: str) -> None:

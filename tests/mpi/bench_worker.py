@@ -50,6 +50,18 @@ def wrong_later() -> None:
     command._time = time
 
 
+def no_memory_on_the_last_rank() -> None:
+    """For the arrays of a size."""
+    make = command._Bench._message
+
+    def message(self: Any, nbytes: int) -> Any:
+        if LAST:
+            raise MemoryError("Unable to allocate them")
+        return make(self, nbytes)
+
+    command._Bench._message = message
+
+
 def fails_everywhere() -> None:
     def fail(options: Any) -> None:
         raise UnsupportedError(f"no luck on rank {MPI.COMM_WORLD.rank}")

@@ -182,3 +182,11 @@ def test_what_goes_wrong_later_is_noticed_too(mpirun: Run, tmp_path: Path) -> No
     done = mpirun("tests/mpi/bench_worker.py", 2, "wrong_later", tmp_path / "bench.json", env=HOST, check=False)
     assert done.returncode == 1
     assert done.stdout.count("ipcreduce: the sum of 1024 bytes is wrong (eager, when timed)") == 1
+
+
+def test_a_size_for_which_a_rank_has_no_memory(mpirun: Run, tmp_path: Path) -> None:
+    arguments = "no_memory_on_the_last_rank", tmp_path / "bench.json"
+    done = mpirun("tests/mpi/bench_worker.py", 2, *arguments, env=HOST, check=False)
+    assert done.returncode == 1
+    assert done.stdout.count("ipcreduce: there is no room for 1 KB (MemoryError: Unable to allocate them)") == 1
+    assert "Traceback" not in done.stdout

@@ -11,7 +11,7 @@ def test_tensors(hold: Callable[..., None]) -> None:
         "the_short_way", "a_stream_by_its_handle", "torch_in_recordings", "after_a_wait", "by_dlpack", "by_interface",
         "other_memory_under_a_recorded_tensor", "addresses_of_weights", "a_stream_that_goes_before_its_tensors",
         "without_memory", "where_a_result_would_be_lost", "not_to_be_written", "without_memory_apart",
-        "words_of_pytorch",
+        "words_of_pytorch", "an_error_behind_a_launch",
     )  # fmt: skip
 
 

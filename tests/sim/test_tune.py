@@ -61,6 +61,15 @@ def test_needs_a_gpu_for_each_rank(mpirun: Run, tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_needs_a_place_for_the_table_before_it_measures(mpirun: Run, tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    (tmp_path / TABLE.format(2)).mkdir()
+    done = mpirun("tests.simulated", 2, "-m", "ipcreduce", "tune", "--largest", "2K", env=env, check=False)
+    assert done.returncode == 1
+    assert done.stdout.count("ipcreduce: the table cannot be stored (Is a directory") == 1
+    assert "size 1 of" not in done.stdout
+
+
 @pytest.mark.parametrize("ranks", [3])
 def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> None:
     """Few and small blocks, each kernel where the other is the usual one."""

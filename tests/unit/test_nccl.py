@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -348,6 +349,7 @@ def test_a_turn_that_fails_is_not_the_last(guarded: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(guard_module, "_TICK_SECONDS", 0.001)
     monkeypatch.setattr(guarded.guard, "look", look)
+    monkeypatch.setattr(logging.Handler, "handle", lambda handler, record: 1 / 0)  # as a full disk does
     guarded.guard.start()
     bounds.until(lambda: len(turns) >= 3, "the next turn")
     guarded.guard._stopped.put(None)

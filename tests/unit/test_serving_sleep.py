@@ -26,6 +26,8 @@ class Reducer:
 
     def resume(self) -> None:
         self.done.append(f"{self.name} resumes")
+        if self.error is not None:
+            raise self.error
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +107,21 @@ def test_without_virtual_memory_it_sleeps_with_one_warning(
     reducers[1].error = PeerLostError("rank 1 is gone")
     with pytest.raises(PeerLostError):
         engine.sleep()
+
+
+def test_a_reducer_that_gets_no_memory_keeps_the_server_asleep(monkeypatch: pytest.MonkeyPatch):
+    done: list[Any] = []
+    engine = server(monkeypatch, VLLM, done)
+    reducer = Reducer("reducer", done)
+    sleep.follow(reducer)
+    engine.sleep()
+    done.clear()
+    reducer.error = UnsupportedError("this process can open no further file")
+    with pytest.raises(UnsupportedError, match="no further file"):
+        engine.wake_up()
+    reducer.error = None
+    assert engine.wake_up() == "awake"
+    assert done == ["reducer resumes", "reducer resumes", ("wake_up", (), {})]
 
 
 def test_a_server_without_these_names_goes_on_with_one_warning(

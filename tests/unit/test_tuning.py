@@ -54,7 +54,9 @@ def test_of_another_version():
     assert tuning.load(GPU, 4, pytest.fail) == EMPTY
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 3, "choices": [{"up_to": 4}]}', None])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, "{}", '{"version": 3, "choices": [{"up_to": 4}]}', None]
+)
 def test_not_usable(text: str | None):
     path = tuning.save(GPU, 4, TABLE)
     if text is None:

@@ -13,6 +13,7 @@ import numpy as np
 from ipcreduce import Communicator, Graph, GraphRunner, eager_break, errors, forward_context
 from ipcreduce.arrays import operands
 from ipcreduce.device.last_call import ON_STREAM
+from ipcreduce.device.launch_cache import LaunchCache
 from tests.shared.capsules import capsule_of
 from tests.sim.scenarios.common import RANK, SIZE, TOTAL, delay, raises, right, works
 from tests.simulated import pytorch as torch
@@ -373,6 +374,20 @@ def results_are_tensors() -> None:
             works(comm, 10 + turn)
 
 
+def an_error_behind_a_launch() -> None:
+    """What was launched still uses the tensors, so PyTorch hears of the stream all the same."""
+    with Communicator() as comm, torch.imported():
+        source, stream = Tensor(array_of(RANK + 1)), torch.Stream()
+        works(comm)
+        argument, out = torch.full_like(source, 1), torch.full_like(source, 0)
+        no_memory = mock.patch.object(LaunchCache, "insert_form", side_effect=MemoryError("no room"))
+        with no_memory, raises(MemoryError, "no room"):
+            comm.allreduce(argument, out=out, stream=stream)
+        assert [one.storage.recorded for one in (argument, out)] == [{stream.cuda_stream}] * 2
+        comm.recover()
+        works(comm)
+
+
 def a_stream_that_goes_before_its_tensors() -> None:
     """Memory of tensors that a call has used on a stream of others: apart until that is done, and the stream may go."""
     with Communicator() as comm, torch.imported():
@@ -621,5 +636,5 @@ SCENARIOS = [
     memory_that_is_not_the_tensors_values,
     results_are_tensors, a_stream_that_goes_before_its_tensors, the_short_way, a_stream_by_its_handle,
     other_memory_under_a_recorded_tensor, addresses_of_weights, without_memory, where_a_result_would_be_lost,
-    not_to_be_written, without_memory_apart, words_of_pytorch,
+    not_to_be_written, without_memory_apart, words_of_pytorch, an_error_behind_a_launch,
 ]  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -39,11 +41,15 @@ def lets_start_early(node: int) -> bool:
     count = call(newest("cuGraphNodeGetDependentNodes"), load().CUgraphNode(node))[-1]
     # Bindings 12.9.1 to 12.9.6, 13.0 and 13.1 give edges in memory that they have freed already.
     nodes, edges = np.empty(count, np.uint64), np.empty((count, 8), np.uint8)  # two ports, the type
-    query = ctypes.CDLL("libcuda.so.1").cuGraphNodeGetDependentNodes_v2
-    pointers = (ctypes.c_void_p(one.ctypes.data) for one in (nodes, edges))
-    if code := query(ctypes.c_void_p(node), *pointers, ctypes.byref(ctypes.c_size_t(count))):
+    pointers = (ctypes.c_void_p(address) for address in (node, nodes.ctypes.data, edges.ctypes.data))
+    if code := _dependent_nodes()(*pointers, ctypes.byref(ctypes.c_size_t(count))):
         fail("cuGraphNodeGetDependentNodes_v2", load().CUresult(code))
     return _PROGRAMMATIC in edges[:, 2]
+
+
+@cache
+def _dependent_nodes() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuGraphNodeGetDependentNodes_v2
 
 
 class Executable:

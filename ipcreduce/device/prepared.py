@@ -69,7 +69,7 @@ class OwnStep(Step):
         self.start, self._bind = start, bind
 
     def bound(self, addresses: Any) -> tuple[Start, Any]:
-        """What ``bind`` makes, if it is given."""
+        """The function to call, and its first argument, made by ``bind`` if that is given."""
         return super().bound(addresses) if self._bind is None else self._bind(addresses)
 
 

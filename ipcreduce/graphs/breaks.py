@@ -100,7 +100,11 @@ class Break:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
     ) -> None:
         self._function, self._name, self._pool = function, _name(function), pool
-        given, ours = (args, kwargs), lambda one: views.is_cupy(one) and in_pool(one, pool)
+        given = args, kwargs
+
+        def ours(one: Any) -> bool:
+            return views.is_cupy(one) and in_pool(one, pool)
+
         self._args, self._kwargs = without_blocks(given, pool, holders(given, ours))
         self._output: Any = None  # the array returned to the body, if any
 

@@ -93,7 +93,7 @@ Table = tuple[Choice, ...]  # by size. The last row also serves all larger messa
 
 
 class Gpus(NamedTuple):
-    """What plans depend on besides a call: the ranks' GPUs and workspaces. The same values on every rank.
+    """The ranks' GPUs and workspaces, as far as plans depend on them. The same values on every rank.
 
     :ivar n: the number of ranks. :ivar half_bytes: the size of each half of a workspace.
     :ivar resident: the number of blocks that every GPU holds at once, as :data:`RESIDENT`.

@@ -763,7 +763,7 @@ def changed(directory: Path, *changes: tuple[str, str, str]) -> Sources:
 
 
 def is_caught(finding: str) -> bool:
-    """Whether a run has found its fault. :param finding: see :func:`run`."""
+    """True if a run has found its fault, by whichever effect. :param finding: see :func:`run`."""
     return finding in kernels.FINDINGS.values() and finding != "nothing"
 
 

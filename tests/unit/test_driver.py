@@ -155,8 +155,8 @@ def test_edges_are_read_where_the_driver_wrote_them(
         ctypes.memset(nodes.value, 1, 8 * len(types_of_edges))
         return failing
 
-    failing, library = 0, types.SimpleNamespace(cuGraphNodeGetDependentNodes_v2=query)
-    monkeypatch.setattr(graph.ctypes, "CDLL", lambda name: library)
+    failing = 0
+    monkeypatch.setattr(graph, "_dependent_nodes", lambda: query)
     answers = {"cuGraphNodeGetDependentNodes": lambda node: (0, None, None, len(types_of_edges)), "CUgraphNode": int}
     bindings(Bindings(**answers, CUresult=int, cuGetErrorString=lambda code: (0, b"bad node")))
     assert graph.lets_start_early(7) == (1 in types_of_edges)
